@@ -1,0 +1,71 @@
+"""Hybrid-parallel training for PyTorch: ZeRO sharding, composed with other axes, from one strategy object.
+
+Nothing here imports torch until a name is used that needs it, so `import hybrid` and the command line
+start fast and work on machines without torch (a login node, an editor).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it. Importing a name imports its module, and only that.
+_HOMES = {
+    "BatchError": "hybrid.errors",
+    "CollectiveError": "hybrid.errors",
+    "DistributedBatchSampler": "hybrid.data.sampler",
+    "DistributedStrategy": "hybrid.strategy",
+    "GradientAccessError": "hybrid.errors",
+    "HybridError": "hybrid.errors",
+    "LaunchError": "hybrid.errors",
+    "ModelError": "hybrid.errors",
+    "OptimizerError": "hybrid.errors",
+    "StrategyError": "hybrid.errors",
+    "distributed_model": "hybrid.compose.model",
+    "distributed_optimizer": "hybrid.compose.optimizer",
+    "full_gradient": "hybrid.compose.model",
+    "get_hybrid_communicate_group": "hybrid.compose.context",
+    "init": "hybrid.compose.context",
+    "is_initialized": "hybrid.compose.context",
+    "get_mesh": "hybrid.compose.context",
+    "shutdown": "hybrid.compose.context",
+    "trace": "hybrid.collectives.trace",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 (the names are strings; the linter cannot see it)
+
+if TYPE_CHECKING:
+    from hybrid.collectives.trace import trace as trace
+    from hybrid.compose.context import get_hybrid_communicate_group as get_hybrid_communicate_group
+    from hybrid.compose.context import get_mesh as get_mesh
+    from hybrid.compose.context import init as init
+    from hybrid.compose.context import is_initialized as is_initialized
+    from hybrid.compose.context import shutdown as shutdown
+    from hybrid.compose.model import distributed_model as distributed_model
+    from hybrid.compose.model import full_gradient as full_gradient
+    from hybrid.compose.optimizer import distributed_optimizer as distributed_optimizer
+    from hybrid.data.sampler import DistributedBatchSampler as DistributedBatchSampler
+    from hybrid.errors import BatchError as BatchError
+    from hybrid.errors import CollectiveError as CollectiveError
+    from hybrid.errors import GradientAccessError as GradientAccessError
+    from hybrid.errors import HybridError as HybridError
+    from hybrid.errors import LaunchError as LaunchError
+    from hybrid.errors import ModelError as ModelError
+    from hybrid.errors import OptimizerError as OptimizerError
+    from hybrid.errors import StrategyError as StrategyError
+    from hybrid.strategy import DistributedStrategy as DistributedStrategy
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hybrid' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

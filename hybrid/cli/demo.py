@@ -1,0 +1,130 @@
+"""`hybrid demo`: the main job, from one command."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybrid.cli.demo_display import DemoDisplay
+from hybrid.errors import StrategyError
+from hybrid.launch.job import LaunchJob
+from hybrid.launch.run import run_job
+from hybrid.strategy import DistributedStrategy, ResolvedStrategy
+
+__all__ = ["demo"]
+
+DEFAULT_STAGE = 2
+DEFAULT_BATCH = 16
+
+
+def demo(
+    nproc: Annotated[int, typer.Option("--nproc", help="Ranks on this machine.")] = 4,
+    stage: Annotated[
+        int | None, typer.Option("--stage", help=f"ZeRO stage: 0, 1 or 2.  [default: {DEFAULT_STAGE}]")
+    ] = None,
+    shard_size: Annotated[
+        int | None, typer.Option("--shard-size", help="Ranks that share one copy of the state.  [default: all]")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 160,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", help=f"Sequences per step over all ranks.  [default: about {DEFAULT_BATCH}]"),
+    ] = None,
+    strategy: Annotated[
+        Path | None,
+        typer.Option("--strategy", metavar="FILE", help="Strategy file (YAML or JSON) instead of the options."),
+    ] = None,
+) -> None:
+    """Train a real model on this machine and show what sharding saves.
+
+    A byte-level GPT of about 10 M parameters learns Python from the source files of the standard library.
+    With the defaults: 4 ranks, ZeRO stage 2, under two minutes on 2 cores. At the end a table compares the
+    memory and the traffic of each rank with plain data parallel. Ctrl-C ends all ranks.
+
+    \b
+    Examples:
+      hybrid demo
+      hybrid demo --stage 1 --steps 50
+      hybrid demo --nproc 4 --stage 2 --shard-size 2
+      hybrid demo --strategy strategy.yaml
+    """
+    if steps < 1:
+        raise typer.BadParameter(f"is {steps}; expected 1 or more", param_hint="--steps")
+    if nproc < 1:
+        raise typer.BadParameter(f"is {nproc}; expected 1 or more", param_hint="--nproc")
+    chosen = _from_options(stage, shard_size) if strategy is None else DistributedStrategy.load(strategy)
+    resolved = chosen.resolve(nproc)
+    if strategy is not None:
+        _check_agreement(strategy, resolved, stage=stage, shard_size=shard_size)
+    batch_per_rank = _batch_per_rank(resolved, batch)
+
+    log_dir = Path(tempfile.mkdtemp(prefix="hybrid-demo-"))
+    strategy_file = log_dir / "strategy.yaml"
+    chosen.save(strategy_file)
+    job = LaunchJob(
+        script="hybrid.demo.train",
+        is_module=True,
+        arguments=(f"--steps={steps}", f"--batch={batch_per_rank}"),
+        num_processes=nproc,
+        strategy=strategy_file,
+        log_dir=log_dir,
+        show_output=False,
+    )
+    display = DemoDisplay(resolved=resolved, num_steps=steps)
+    with display:
+        outcome = run_job(job, on_poll=display.update)
+    if outcome.exit_code != 0:
+        print(f"hybrid demo: {outcome.message}", file=sys.stderr)
+        raise typer.Exit(outcome.exit_code)
+    display.print_result()
+    shutil.rmtree(log_dir)
+
+
+def _from_options(stage: int | None, shard_size: int | None) -> DistributedStrategy:
+    configs: dict[str, int] = {"stage": DEFAULT_STAGE if stage is None else stage}
+    if shard_size is not None:
+        configs["shard_size"] = shard_size
+    return DistributedStrategy(
+        {
+            "sharding": True,
+            "sharding_configs": configs,
+            "gradient_clipping": 1.0,
+            "timeout_seconds": 120,
+        }
+    )
+
+
+def _check_agreement(file: Path, resolved: ResolvedStrategy, *, stage: int | None, shard_size: int | None) -> None:
+    """Two words on one setting must be the same word."""
+    pairs = (("--stage", stage, resolved.zero_stage), ("--shard-size", shard_size, resolved.shard_size))
+    problems = [
+        f"{option} is {given} but {file} says {in_file}; leave one of them out"
+        for option, given, in_file in pairs
+        if given is not None and given != in_file
+    ]
+    if problems:
+        raise StrategyError(problems)
+
+
+def _batch_per_rank(resolved: ResolvedStrategy, batch: int | None) -> int:
+    """Sequences per rank and step, from the strategy's batch fields or the option."""
+    num_replicas = resolved.data_parallel_size
+    in_strategy = resolved.global_batch_size
+    if in_strategy is None and resolved.micro_batch_size is not None:
+        in_strategy = resolved.micro_batch_size * resolved.accumulate_steps * num_replicas
+    if batch is not None and in_strategy is not None and batch != in_strategy:
+        raise StrategyError(f"--batch is {batch} but the strategy gives {in_strategy}; leave one of them out")
+    wanted = batch if in_strategy is None else in_strategy
+    if wanted is None:
+        return max(1, DEFAULT_BATCH // num_replicas)
+    if wanted < 1 or wanted % num_replicas:
+        nearest = max(1, round(wanted / num_replicas)) * num_replicas
+        raise StrategyError(
+            f"--batch is {wanted}, which does not divide over {num_replicas} data-parallel ranks; try {nearest}"
+        )
+    return wanted // num_replicas

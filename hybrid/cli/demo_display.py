@@ -1,0 +1,131 @@
+"""What `hybrid demo` shows: a live display on a terminal, plain lines elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hybrid.demo.progress import Finished, Memory, ProgressReader, Started, StepDone
+from hybrid.strategy import ResolvedStrategy
+from hybrid.units import format_bytes, format_count, format_seconds
+
+__all__ = ["DemoDisplay"]
+
+BYTES_PER_ELEMENT = 4  # the demo trains in fp32
+NUM_PLAIN_LINES = 10
+
+
+class DemoDisplay:
+    """Follows the events of the ranks. Use as a context around the run; `print_result` after it."""
+
+    def __init__(self, *, resolved: ResolvedStrategy, num_steps: int, console: Console | None = None) -> None:
+        self._console = Console(highlight=False) if console is None else console
+        self._resolved = resolved
+        self._num_steps = num_steps
+        self._reader = ProgressReader(num_ranks=resolved.world_size)
+        self._memory: dict[int, Memory] = {}
+        self._started: Started | None = None
+        self._finished: Finished | None = None
+        self._last: StepDone | None = None
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("train", total=num_steps, text="starting the ranks")
+
+    def __enter__(self) -> DemoDisplay:
+        sharding = f"ZeRO stage {self._resolved.zero_stage}"
+        if self._resolved.shard_size not in (1, self._resolved.data_parallel_size):
+            sharding += f", shard_size {self._resolved.shard_size}"
+        self._console.print(
+            f"A byte-level GPT on the source of Python's standard library: {self._resolved.world_size} ranks, "
+            f"{sharding}, {self._num_steps} steps. Ctrl-C ends all ranks."
+        )
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def update(self, log_dir: Path) -> None:
+        """Show what the ranks have written since the last call."""
+        for event in self._reader.new_events(log_dir):
+            if isinstance(event, Started):
+                self._started = event
+                self._console.print(
+                    f"{format_count(event.num_parameters)} parameters; {format_count(event.train_bytes)} bytes "
+                    f"of text, {format_count(event.held_out_bytes)} held out; held-out loss "
+                    f"{event.held_out_loss:.3f} nats per byte"
+                )
+            elif isinstance(event, Memory):
+                self._memory[event.rank] = event
+            elif isinstance(event, StepDone):
+                self._show_step(event)
+            else:
+                self._finished = event
+
+    def _show_step(self, event: StepDone) -> None:
+        self._last = event
+        text = f"loss {event.loss:.3f}   {event.tokens_per_second:,.0f} tokens/s"
+        if self._memory:
+            state = max(memory.state_bytes for memory in self._memory.values())
+            resident = max(memory.resident_bytes for memory in self._memory.values())
+            text += f"   per rank: state {format_bytes(state)}, process {format_bytes(resident)}"
+        self._bar.update(self._task, completed=event.step, text=text)
+        every = max(1, self._num_steps // NUM_PLAIN_LINES)
+        if not self._console.is_terminal and (event.step % every == 0 or event.step == self._num_steps):
+            self._console.print(f"step {event.step}/{self._num_steps}   {text}", soft_wrap=True)
+
+    def print_result(self) -> None:
+        """The table against plain data parallel, and where to go from here."""
+        assert self._started is not None, "a run that ended well has started"
+        assert self._finished is not None, "a run that ended well has finished"
+        seconds = self._finished.train_seconds
+        self._console.print(
+            f"{self._num_steps} steps in {format_seconds(seconds)}. Held-out loss {self._started.held_out_loss:.3f} -> "
+            f"[bold]{self._finished.held_out_loss:.3f}[/] nats per byte.",
+        )
+        self._console.print(self._table())
+        self._console.print(
+            "Next: examples/train_gpt.py is this job as a short script (hybrid run --nproc 4 examples/train_gpt.py); "
+            "hybrid explain shows what a strategy means; README.md shows your own model.",
+            soft_wrap=True,
+        )
+
+    def _table(self) -> Table:
+        """Bytes per rank: plain data parallel by its formula, this run as measured on the rank that holds most."""
+        assert self._started is not None
+        assert self._finished is not None
+        parameters = self._started.num_parameters * BYTES_PER_ELEMENT
+        ranks = list(self._memory.values())
+        num_replicas = self._resolved.data_parallel_size
+        table = Table(title="Each rank holds and sends", title_justify="left")
+        table.add_column("")
+        table.add_column("plain data parallel", justify="right")
+        table.add_column("this run", justify="right")
+        table.add_column("", justify="right")
+        rows = (
+            ("parameters", parameters, max(memory.parameter_bytes for memory in ranks)),
+            ("gradients", parameters, max(memory.gradient_bytes for memory in ranks)),
+            ("optimizer state (AdamW)", 2 * parameters, max(memory.optimizer_bytes for memory in ranks)),
+            ("together", 4 * parameters, max(memory.state_bytes for memory in ranks)),
+            # A ring all-reduce of the gradients sends 2 (N-1)/N of them.
+            (
+                "sent per step",
+                2 * (num_replicas - 1) * parameters // num_replicas,
+                self._finished.sent_bytes,
+            ),
+        )
+        for name, plain, measured in rows:
+            ratio = f"{measured / plain:.0%}" if plain else ""
+            table.add_row(name, format_bytes(plain), format_bytes(measured), ratio, end_section=name == "together")
+        return table

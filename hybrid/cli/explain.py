@@ -1,0 +1,105 @@
+"""`hybrid explain`: what a strategy file means on a number of processes, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hybrid.errors import StrategyError
+from hybrid.strategy import DistributedStrategy
+from hybrid.strategy.explain import Explanation, explanation
+
+__all__ = ["explain"]
+
+
+def explain(
+    strategy_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="STRATEGY_FILE", help="The strategy, as .yaml, .yml or .json.", show_default=False),
+    ] = None,
+    *,
+    world_size: Annotated[
+        int | None,
+        typer.Option("--world-size", "-n", help="Number of processes to work it out for.", show_default=False),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of strategy files, for editors.")
+    ] = False,
+) -> None:
+    """Show every setting of a strategy, its value, and whether you, a default or an equation gave it.
+
+    With --world-size the degrees, the rank groups of each axis and the batch sizes are worked out, and all
+    problems are listed (exit code 2).
+
+    \b
+    Examples:
+      hybrid explain strategy.yaml --world-size 16
+      hybrid explain strategy.yaml --world-size 16 --json
+      hybrid explain --schema > strategy.schema.json
+
+    \b
+    A strategy file:
+      sharding: true
+      sharding_configs: {stage: 2, shard_size: 8}
+      gradient_clipping: 1.0
+    """
+    if schema:
+        typer.echo(json.dumps(DistributedStrategy.json_schema(), indent=2, ensure_ascii=False))
+        return
+    if strategy_file is None:
+        raise typer.BadParameter("give a strategy file, or --schema", param_hint="STRATEGY_FILE")
+    try:
+        told = explanation(DistributedStrategy.load(strategy_file), world_size)
+    except StrategyError as error:
+        _print_problems(error, json_output=json_output)
+        raise typer.Exit(2) from None
+    if json_output:
+        typer.echo(json.dumps(told.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        _print_tables(told)
+
+
+def _print_problems(error: StrategyError, *, json_output: bool) -> None:
+    if json_output:
+        typer.echo(json.dumps({"problems": list(error.problems)}, indent=2, ensure_ascii=False))
+        return
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    many = len(error.problems) > 1
+    console.print(f"[bold red]{len(error.problems)} problem{'s' if many else ''} in the strategy[/]")
+    for number, problem in enumerate(error.problems, 1):
+        console.print(f"  {number}. {escape(problem)}")
+
+
+def _print_tables(told: Explanation) -> None:
+    console = Console(highlight=False)
+    where = "any number of processes" if told.world_size is None else f"{told.world_size} processes"
+    table = Table(title=f"Strategy on {where}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", style="bold", overflow="fold")
+    table.add_column("origin", overflow="fold")
+    section = ""
+    for row in told.rows:
+        if row.section != section:
+            section = row.section
+            table.add_row(f"[cyan]{escape(section)}[/]", "", "")
+        color = {"user": "green", "derived": "yellow"}.get(row.origin.split(":")[0], "dim")
+        table.add_row(f"  {escape(row.setting)}", escape(row.value), f"[{color}]{escape(row.origin)}[/]")
+    console.print(table)
+    if told.groups:
+        groups = Table(title="\nRank groups", title_justify="left", box=None, pad_edge=False, show_header=False)
+        groups.add_column("axis", no_wrap=True)
+        groups.add_column("ranks", overflow="fold")
+        for axis, text in told.groups:
+            groups.add_row(f"  {axis}", escape(text))
+        console.print(groups)
+    for note in told.notes:
+        console.print(f"note: {escape(note)}", soft_wrap=True)
+    if told.world_size is None:
+        console.print("Give --world-size to see degrees, rank groups and batch sizes.", soft_wrap=True)

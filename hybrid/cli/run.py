@@ -1,0 +1,86 @@
+"""`hybrid run`: a script on many ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybrid.launch.job import LaunchJob
+from hybrid.launch.run import run_job
+
+__all__ = ["run"]
+
+NODES = "More than one machine"
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="Python file, or with -m the name of a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script, passed on as they are.")
+    ] = None,
+    nproc: Annotated[int, typer.Option("--nproc", help="Ranks on this machine.")] = 1,
+    strategy: Annotated[
+        Path | None,
+        typer.Option(
+            "--strategy",
+            metavar="FILE",
+            help="Strategy file (YAML or JSON): checked for this number of ranks before any process starts, "
+            "then taken by hybrid.distributed_model(model).",
+        ),
+    ] = None,
+    log_dir: Annotated[
+        Path, typer.Option("--log-dir", metavar="DIR", help="Each run makes a new folder in it.")
+    ] = Path("hybrid_logs"),
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
+    nnodes: Annotated[int, typer.Option("--nnodes", help="Number of machines.", rich_help_panel=NODES)] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", help="Number of this machine, from 0.", rich_help_panel=NODES)
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", help="Address of machine 0.", rich_help_panel=NODES)
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option("--master-port", help="Free port on machine 0 [29500].", rich_help_panel=NODES)
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--rdzv-endpoint",
+            metavar="HOST:PORT",
+            help="Meeting point instead of node rank and address (torchrun's c10d).",
+            rich_help_panel=NODES,
+        ),
+    ] = None,
+) -> None:
+    """Run a script on many ranks, with torchrun underneath.
+
+    Rank 0's output is shown; the output of each rank is in DIR/<time>/rank<N>.stdout and .stderr. When one
+    rank fails, dies or hangs, all are ended, and the failing rank's own traceback is printed last. Ctrl-C
+    ends all.
+
+    \b
+    Examples:
+      hybrid run --nproc 4 train.py --lr 1e-3
+      hybrid run --nproc 4 --strategy zero2.yaml -m package.train
+      hybrid run --nproc 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 train.py
+    """
+    job = LaunchJob(
+        script=script,
+        arguments=tuple(arguments or ()),
+        is_module=module,
+        num_processes=nproc,
+        num_nodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        rdzv_endpoint=rdzv_endpoint,
+        strategy=strategy,
+        log_dir=log_dir,
+    )
+    outcome = run_job(job)
+    if outcome.message:
+        print(f"\nhybrid run: {outcome.message}", file=sys.stderr)
+    raise typer.Exit(outcome.exit_code)

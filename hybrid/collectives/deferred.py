@@ -1,0 +1,137 @@
+"""A test backend on which asynchronous collectives are as late as they may be.
+
+Gloo hides mistakes that NCCL punishes: its messages often arrive before `wait`, and a buffer read too early
+mostly holds the right numbers. Here a launch takes a copy of the buffer and fills the buffer itself with NaN
+(integers: with a marker). Nothing is sent until some `wait`, which first carries out what was launched before,
+in launch order, on the copies; a result reaches its buffer only in its own `wait`. So
+
+    a missing wait                       NaN in every result that follows
+    a read before wait                   NaN
+    a write before wait                  CollectiveError, naming the call and the first element
+    a read of what reduce_scatter        NaN: only the own range is written
+    leaves undefined
+    a read after release                 NaN
+    a wrong order of launches            as on the real backend: an error on both ranks
+
+Every rank of a world must use it, as the moment at which a call is carried out differs from the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hybrid.collectives import ops
+from hybrid.collectives.call import Call
+from hybrid.errors import CollectiveError
+
+__all__ = ["deferred_backend", "disable", "enable", "is_enabled"]
+
+_INTEGER_MARKER = 77
+
+
+def enable() -> None:
+    """From now on, all collectives of this process are deferred."""
+    ops.set_interposer(_Deferred())
+
+
+def disable() -> None:
+    """Back to the real backend. Calls in flight stay deferred and can still be waited for."""
+    ops.set_interposer(None)
+
+
+def is_enabled() -> bool:
+    return isinstance(ops.get_interposer(), _Deferred)
+
+
+@contextmanager
+def deferred_backend() -> Iterator[None]:
+    """Defer the collectives launched inside the block."""
+    enable()
+    try:
+        yield
+    finally:
+        disable()
+
+
+class _Deferred(ops.Interposer):
+    """The calls that were launched and not yet carried out, in launch order."""
+
+    def __init__(self) -> None:
+        self._queue: list[_DeferredCall] = []
+
+    def start(self, call: Call) -> _DeferredCall:
+        deferred = _DeferredCall(call, self)
+        self._queue.append(deferred)
+        return deferred
+
+    def release(self, buffer: torch.Tensor) -> None:
+        hide(buffer.detach().view(-1))
+
+    def carry_out_until(self, last: _DeferredCall) -> None:
+        """Carry out everything up to `last`; each call leaves the queue before it can fail."""
+        while last in self._queue:
+            self._queue.pop(0).carry_out()
+
+
+class _DeferredCall:
+    """One call whose input is a private copy until it has been carried out."""
+
+    def __init__(self, call: Call, backend: _Deferred) -> None:
+        assert call.buffer is not None
+        self._call = call
+        self._backend = backend
+        self._visible = call.buffer
+        self._hidden = call.buffer.clone()
+        hide(self._visible)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self._backend.carry_out_until(self)
+        self._check_untouched()
+        for start, end in self._result_ranges():
+            self._visible[start:end] = self._hidden[start:end]
+
+    @torch.no_grad()
+    def carry_out(self) -> None:
+        visible, self._call.buffer = self._call.buffer, self._hidden
+        try:
+            ops.start_directly(self._call).finish()
+        finally:
+            self._call.buffer = visible
+
+    def _check_untouched(self) -> None:
+        written = torch.nonzero(~is_hidden(self._visible))
+        if len(written):
+            raise CollectiveError(
+                f"{self._call.describe()}: its buffer was written to between launch and wait "
+                f"({len(written)} of {self._call.num_elements} elements, the first at {int(written[0])})"
+            )
+
+    def _result_ranges(self) -> list[tuple[int, int]]:
+        bounds, rank = self._call.bounds, self._call.group.rank
+        if self._call.op == "reduce_scatter":
+            return [(bounds[rank], bounds[rank + 1])]
+        # An all-gather also brings back what lies outside its bounds: it belongs to nobody and stays as it was.
+        return [(0, self._call.num_elements)]
+
+
+def hide(buffer: torch.Tensor) -> None:
+    """Fill with a value that no result has: NaN, or the marker where there is no NaN."""
+    # Through `.data`: the backend is not a step of the computation and must not raise its version counter.
+    buffer.data.fill_(_hidden_value(buffer.dtype))
+
+
+def is_hidden(buffer: torch.Tensor) -> torch.Tensor:
+    """Where the buffer still holds what `hide` wrote."""
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return buffer.isnan()
+    return buffer == _hidden_value(buffer.dtype)
+
+
+def _hidden_value(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else _INTEGER_MARKER

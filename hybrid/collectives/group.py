@@ -1,0 +1,44 @@
+"""The ranks that meet in a collective."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+__all__ = ["Group"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Some ranks of the world, in the order in which sums are taken, as one of them sees it.
+
+    A group of one rank has no process group: every collective on it is a no-op.
+    """
+
+    process_group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]
+    """Global ranks, in group order."""
+    rank: int
+    """Index of this process in `ranks`."""
+    axis: str
+    """Label for traces and messages: "dp_shard", "dp_replicate+dp_shard", "world"."""
+    backend: str = "gloo"
+    timeout_seconds: float = 1800.0
+    sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    """Numbers the collectives launched on this group; the ranks compare it (see `exchange`)."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < len(self.ranks), (self.rank, self.ranks)
+        assert (self.process_group is None) == (len(self.ranks) == 1), self
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Group indices of the others, nearest successor first, so that no rank is everybody's first target."""
+        return tuple((self.rank + distance) % self.size for distance in range(1, self.size))

@@ -1,0 +1,62 @@
+"""Collectives on NCCL, by torch's own operations.
+
+No stream is named here: NCCL runs on its own stream, which starts after the work that the current stream has
+been given at the launch, and `wait` makes the current stream (not the host) wait for it. Buffers are kept by
+the call until then, so that no `record_stream` is needed.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from hybrid.collectives.call import Call
+
+__all__ = ["Native"]
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Native:
+    """A call given to torch. Uneven shards go one by one: reduce to, or broadcast from, their owner."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._works = _launch(call)
+
+    def finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+def _launch(call: Call) -> list[dist.Work]:
+    buffer, group, process_group = call.buffer, call.group, call.group.process_group
+    assert buffer is not None
+    if call.op == "all_reduce":
+        reduction = _REDUCTIONS[call.reduction]
+        return [_work(dist.all_reduce(buffer, op=reduction, group=process_group, async_op=True))]
+    if call.op == "broadcast":
+        return [_work(dist.broadcast(buffer, group=process_group, async_op=True, group_src=call.source))]
+    shards = [buffer[start:end] for start, end in zip(call.bounds, call.bounds[1:], strict=False)]
+    own = shards[group.rank]
+    if len({shard.numel() for shard in shards}) == 1:
+        whole = buffer[call.bounds[0] : call.bounds[-1]]
+        if call.op == "reduce_scatter":
+            return [_work(dist.reduce_scatter_single(own, whole, group=process_group, async_op=True))]
+        return [_work(dist.all_gather_single(whole, own, group=process_group, async_op=True))]
+    works = []
+    for index, shard in enumerate(shards):
+        if not shard.numel():
+            continue
+        if call.op == "reduce_scatter":
+            works.append(_work(dist.reduce(shard, group=process_group, async_op=True, group_dst=index)))
+        else:
+            works.append(_work(dist.broadcast(shard, group=process_group, async_op=True, group_src=index)))
+    return works
+
+
+def _work(work: dist.Work | torch.Tensor | None) -> dist.Work:
+    return cast(dist.Work, work)

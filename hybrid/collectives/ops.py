@@ -1,0 +1,223 @@
+"""The collectives of `hybrid`.
+
+Every call works on a flat buffer in place, returns a handle at once, and is complete after `handle.wait()`.
+All ranks of a group launch the same calls in the same order. Sizes below: B bytes in the buffer, N ranks.
+
+    collective       sends per rank      what a rank holds afterwards
+    all_reduce       2 (N-1)/N B         the sum (max, min) of all ranks, the same bits on each
+    reduce_scatter   (N-1)/N B           the sum, in its own range; the rest is undefined
+    all_gather       (N-1)/N B           every rank's own range
+    broadcast        (N-1)/N B           the source's buffer
+
+On gloo the messages are ours (`exchange`): sums are taken in rank order, in float32 at least, whatever the size
+or the algorithm, so stages that reduce in different ways agree to the bit. On NCCL they are torch's (`native`).
+A group of one rank does nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid.collectives.call import HISTORY, Call, CallState
+from hybrid.collectives.exchange import Exchange, even_bounds
+from hybrid.collectives.group import Group
+from hybrid.collectives.handle import Handle, Pending, collective_error
+from hybrid.collectives.native import Native
+
+__all__ = [
+    "Group",
+    "Handle",
+    "Interposer",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "even_bounds",
+    "get_interposer",
+    "reduce_scatter",
+    "release",
+    "set_interposer",
+    "start_directly",
+]
+
+
+def all_reduce(
+    buffer: torch.Tensor,
+    *,
+    group: Group,
+    op: str = "sum",
+    async_op: bool = True,
+    tag: int = 0,
+    control: bool = False,
+) -> Handle:
+    """`buffer` becomes the sum (op "max", "min": the maximum, minimum) over the group, in place."""
+    assert op in ("sum", "max", "min"), op
+    if group.size == 1:
+        return Handle(None, None)
+    call = Call(op="all_reduce", group=group, buffer=_flat(buffer), reduction=op, tag=tag, control=control)
+    return _launch(call, async_op=async_op)
+
+
+def reduce_scatter(
+    buffer: torch.Tensor,
+    *,
+    bounds: Sequence[int],
+    group: Group,
+    async_op: bool = True,
+    tag: int = 0,
+    control: bool = False,
+) -> Handle:
+    """`buffer[bounds[r]:bounds[r+1]]` becomes the sum of that range over the group, r being this rank's index.
+
+    The rest of the buffer is undefined afterwards. Ranges may differ in length and may be empty.
+    """
+    _check_bounds(buffer, bounds, group)
+    if group.size == 1:
+        return Handle(None, None)
+    call = Call(
+        op="reduce_scatter",
+        group=group,
+        buffer=_flat(buffer),
+        bounds=tuple(bounds),
+        reduction="sum",
+        tag=tag,
+        control=control,
+    )
+    return _launch(call, async_op=async_op)
+
+
+def all_gather(
+    buffer: torch.Tensor,
+    *,
+    bounds: Sequence[int],
+    group: Group,
+    async_op: bool = True,
+    tag: int = 0,
+    control: bool = False,
+) -> Handle:
+    """Every rank's own range, `buffer[bounds[r]:bounds[r+1]]`, is sent to all others, in place."""
+    _check_bounds(buffer, bounds, group)
+    if group.size == 1:
+        return Handle(None, None)
+    call = Call(
+        op="all_gather", group=group, buffer=_flat(buffer), bounds=tuple(bounds), tag=tag, control=control
+    )
+    return _launch(call, async_op=async_op)
+
+
+def broadcast(
+    buffer: torch.Tensor,
+    *,
+    source: int,
+    group: Group,
+    async_op: bool = False,
+    tag: int = 0,
+    control: bool = False,
+) -> Handle:
+    """`buffer` becomes that of the rank with index `source` in the group."""
+    assert 0 <= source < group.size, (source, group.ranks)
+    if group.size == 1:
+        return Handle(None, None)
+    call = Call(op="broadcast", group=group, buffer=_flat(buffer), source=source, tag=tag, control=control)
+    return _launch(call, async_op=async_op)
+
+
+def all_gather_object(obj: Any, *, group: Group) -> list[Any]:
+    """The pickled object of every rank, in group order. Control traffic; blocks."""
+    if group.size == 1:
+        return [obj]
+    device = _device(group)
+    raw = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    sizes = torch.zeros(group.size, dtype=torch.int64, device=device)
+    sizes[group.rank] = raw.numel()
+    all_gather(sizes, bounds=range(group.size + 1), group=group, async_op=False, control=True)
+    bounds = [0, *torch.cumsum(sizes, 0).tolist()]
+    buffer = torch.empty(bounds[-1], dtype=torch.uint8, device=device)
+    buffer[bounds[group.rank] : bounds[group.rank + 1]] = raw.to(device)
+    all_gather(buffer, bounds=bounds, group=group, async_op=False, control=True)
+    parts = (buffer[start:end].cpu().numpy() for start, end in zip(bounds, bounds[1:], strict=False))
+    return [pickle.loads(part.tobytes()) for part in parts]
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank of the group has come here (the host waits, on CUDA too)."""
+    token = torch.ones(1, dtype=torch.int32, device=_device(group))
+    all_reduce(token, group=group, async_op=False, control=True)
+    assert token.item() == group.size
+
+
+def release(buffer: torch.Tensor) -> None:
+    """The caller gives `buffer` up and will not read it again (the deferred backend makes sure of that)."""
+    if _interposer is not None:
+        _interposer.release(buffer)
+
+
+# -- launching ------------------------------------------------------------------------------------------------
+
+
+class Interposer:
+    """What a test backend puts between the launch and the real thing; see `deferred`."""
+
+    def start(self, call: Call) -> Pending:
+        raise NotImplementedError
+
+    def release(self, buffer: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+_interposer: Interposer | None = None
+
+
+def set_interposer(interposer: Interposer | None) -> None:
+    """Send all later calls of this process through `interposer`; None for the real backend."""
+    global _interposer
+    _interposer = interposer
+
+
+def get_interposer() -> Interposer | None:
+    return _interposer
+
+
+def start_directly(call: Call) -> Pending:
+    """Launch on the group's own backend."""
+    backend: Callable[[Call], Pending] = Native if call.group.backend == "nccl" else Exchange
+    return backend(call)
+
+
+def _launch(call: Call, *, async_op: bool) -> Handle:
+    HISTORY.append(call)
+    try:
+        with torch.no_grad():
+            pending = start_directly(call) if _interposer is None else _interposer.start(call)
+    except RuntimeError as error:
+        failure = collective_error(call, error, waited_seconds=0.0)
+        call.end(CallState.FAILED)
+        raise failure from error
+    handle = Handle(call, pending)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _flat(buffer: torch.Tensor) -> torch.Tensor:
+    assert buffer.is_contiguous(), f"collectives need contiguous buffers, got strides {buffer.stride()}"
+    return buffer.detach().view(-1)
+
+
+def _check_bounds(buffer: torch.Tensor, bounds: Sequence[int], group: Group) -> None:
+    assert buffer.dim() == 1, f"expected a flat buffer, got shape {tuple(buffer.shape)}"
+    assert len(bounds) == group.size + 1, f"{len(bounds)} bounds for {group.size} ranks"
+    assert 0 <= bounds[0] and bounds[-1] <= buffer.numel(), (bounds[0], bounds[-1], buffer.numel())
+    assert all(start <= end for start, end in zip(bounds, bounds[1:], strict=False)), tuple(bounds)
+
+
+def _device(group: Group) -> torch.device:
+    if group.backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

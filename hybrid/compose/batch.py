@@ -1,0 +1,94 @@
+"""One rank's batch: how many samples it has, and how it is cut into micro-batches.
+
+A batch is a tree of dicts, lists and tuples. Every tensor with at least one dim has the samples on dim 0;
+numbers, strings, None and 0-d tensors go unchanged into every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hybrid.errors import BatchError
+
+__all__ = ["num_samples", "num_tokens", "split_batch"]
+
+
+def _leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() > 0:
+            yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _leaves(value, f"{path}[{key!r}]")
+    elif isinstance(batch, list | tuple):
+        for position, value in enumerate(batch):
+            yield from _leaves(value, f"{path}[{position}]")
+
+
+def _map(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return function(batch) if batch.dim() > 0 else batch
+    if isinstance(batch, Mapping):
+        mapped = {key: _map(value, function) for key, value in batch.items()}
+        return mapped if type(batch) is dict else type(batch)(mapped)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(value, function) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_map(value, function) for value in batch)
+    return batch
+
+
+def num_samples(batch: Any) -> int:
+    """The length of dim 0 that all tensors of the batch share.
+
+    Raises:
+        BatchError: no tensor has a dim 0, or two of them differ.
+    """
+    sizes = {path: tensor.shape[0] for path, tensor in _leaves(batch)}
+    if not sizes:
+        raise BatchError(
+            f"the batch of type {type(batch).__name__} has no tensor with samples on dim 0; give tensors in dicts, "
+            "lists or tuples, or pass a loss function that returns (sum, count)"
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        raise BatchError(f"the leading dims of the batch differ: {listed}; every tensor needs the samples on dim 0")
+    return next(iter(sizes.values()))
+
+
+def num_tokens(batch: Any) -> int:
+    """Elements of the first integer tensor with at least two dims (token ids), else the number of samples."""
+    for _, tensor in _leaves(batch):
+        if tensor.dim() >= 2 and not tensor.is_floating_point() and not tensor.is_complex():
+            return tensor.numel()
+    return num_samples(batch)
+
+
+def split_batch(batch: Any, *, accumulate_steps: int, micro_batch_size: int | None) -> list[Any]:
+    """Cut a batch into exactly `accumulate_steps` micro-batches, in order; the last ones may be smaller or empty.
+
+    With `micro_batch_size` the pieces have that size, and a batch that is too long is refused; a shorter one
+    (the tail of an epoch) fills the first pieces. Without it the pieces' sizes differ by at most one.
+
+    Raises:
+        BatchError: more samples than `micro_batch_size × accumulate_steps`, or leading dims that differ.
+    """
+    total = num_samples(batch)
+    if micro_batch_size is not None and total > micro_batch_size * accumulate_steps:
+        raise BatchError(
+            f"this rank's batch has {total} samples, but micro_batch_size={micro_batch_size} × "
+            f"accumulate_steps={accumulate_steps} = {micro_batch_size * accumulate_steps}; give the data loader that "
+            f"batch size, or set accumulate_steps={-(-total // micro_batch_size)}"
+        )
+    if micro_batch_size is not None:
+        ends = [min(total, micro_batch_size * (step + 1)) for step in range(accumulate_steps)]
+    else:
+        ends = [total * (step + 1) // accumulate_steps for step in range(accumulate_steps)]
+    starts = [0, *ends[:-1]]
+    return [
+        _map(batch, lambda tensor, start=start, end=end: tensor[start:end])  # type: ignore[misc]
+        for start, end in zip(starts, ends, strict=True)
+    ]

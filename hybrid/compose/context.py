@@ -1,0 +1,225 @@
+"""The job that this process is part of: one strategy, one mesh, and the models wrapped so far.
+
+One process is in one job, so this is process-wide state, and the only such state of the package's upper floors.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hybrid.data.coordinate import DataCoordinate, set_coordinate_provider
+from hybrid.errors import HybridError, StrategyError
+from hybrid.launch.environment import read_environment
+from hybrid.launch.variables import STRATEGY_VARIABLE
+from hybrid.mesh import Mesh, running_world_size, start_process_group, stop_process_group
+from hybrid.rng import seed_everything, seed_for_data_rank
+from hybrid.strategy import DistributedStrategy, ResolvedStrategy
+
+if TYPE_CHECKING:
+    from hybrid.compose.runtime import Runtime
+
+__all__ = [
+    "HybridCommunicateGroup",
+    "check_same_strategy",
+    "ensure",
+    "get_hybrid_communicate_group",
+    "get_mesh",
+    "init",
+    "is_initialized",
+    "remember",
+    "runtimes",
+    "seed_for_training",
+    "shutdown",
+]
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+# Every set of axes over which a group is needed, in the order in which all ranks make them.
+_GROUPS: tuple[tuple[str, ...], ...] = ((), ("dp_shard",), ("dp_replicate",), DATA_AXES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What `init` set up."""
+
+    strategy: DistributedStrategy
+    resolved: ResolvedStrategy
+    mesh: Mesh
+    started_group: bool
+
+
+_scope: Scope | None = None
+_runtimes: list[weakref.ref[Runtime]] = []
+
+
+def init(strategy: DistributedStrategy | None = None, *, is_collective: bool = True) -> None:
+    """Join the job: check the strategy, start torch.distributed if nobody has, build the mesh.
+
+    `distributed_model(model, strategy=strategy)` does this by itself; calling `init` first is Fleet's way, and
+    makes `seed` cover the building of the model.
+
+    Args:
+        strategy: None takes the file of `hybrid run --strategy`, else the defaults (plain data parallel).
+        is_collective: must be True; parameter servers are not part of hybrid.
+
+    Raises:
+        StrategyError: wrong settings, or a strategy that differs from the one in force.
+        LaunchError: launch variables or a rendezvous that went wrong.
+    """
+    if not is_collective:
+        raise StrategyError("is_collective=False asks for parameter servers, which hybrid does not have; use True")
+    ensure(strategy, at_init=True)
+
+
+def ensure(strategy: DistributedStrategy | None, *, at_init: bool = False) -> Scope:
+    """The job, joined now if it was not yet."""
+    global _scope  # noqa: PLW0603 (one process is in one job)
+    if _scope is not None:
+        if strategy is not None:
+            check_same_strategy(strategy)
+        return _scope
+    chosen = _choose(strategy).copy()
+    world_size = running_world_size()
+    environment = None
+    if world_size is None:
+        environment = read_environment()
+        world_size = environment.world_size
+    resolved = chosen.resolve(world_size)
+    if at_init and resolved.seed is not None:
+        seed_everything(resolved.seed)
+    start_process_group(environment, timeout_seconds=resolved.timeout_seconds, agreement=chosen.digest())
+    mesh = Mesh(resolved.layout, timeout_seconds=resolved.timeout_seconds)
+    mesh.prepare(_GROUPS)
+    _scope = Scope(strategy=chosen, resolved=resolved, mesh=mesh, started_group=environment is not None)
+    set_coordinate_provider(_data_coordinate)
+    return _scope
+
+
+def check_same_strategy(strategy: DistributedStrategy) -> None:
+    """Raises StrategyError if a job runs with another strategy."""
+    if _scope is not None and strategy != _scope.strategy:
+        raise StrategyError(
+            "this process already runs with another strategy (the first given to hybrid.init or distributed_model):\n"
+            f"  in force: {_scope.strategy!r}\n  given:    {strategy!r}\n"
+            "give the same one, or call hybrid.shutdown() before starting with another"
+        )
+
+
+def _choose(strategy: DistributedStrategy | None) -> DistributedStrategy:
+    path = os.environ.get(STRATEGY_VARIABLE)
+    if not path:
+        return strategy if strategy is not None else DistributedStrategy()
+    from_file = DistributedStrategy.load(path)
+    if strategy is not None and strategy != from_file:
+        raise StrategyError(
+            f"the script's strategy and the file {path} ({STRATEGY_VARIABLE}, set by hybrid run --strategy) differ:\n"
+            f"  script: {strategy!r}\n  file:   {from_file!r}\nremove one of them"
+        )
+    return from_file
+
+
+def remember(runtime: Runtime) -> None:
+    _runtimes.append(weakref.ref(runtime))
+
+
+def runtimes() -> list[Runtime]:
+    """The runtimes of all wrapped models that are still alive."""
+    alive = [(ref, ref()) for ref in _runtimes]
+    _runtimes[:] = [ref for ref, runtime in alive if runtime is not None]
+    return [runtime for _, runtime in alive if runtime is not None]
+
+
+def seed_for_training(resolved: ResolvedStrategy, mesh: Mesh) -> None:
+    """After the model is wrapped: other random numbers on each data-parallel rank, if the strategy has a seed."""
+    if resolved.seed is not None:
+        seed_for_data_rank(resolved.seed, data_rank=mesh.group(*DATA_AXES).rank)
+
+
+def is_initialized() -> bool:
+    """Whether `init` or `distributed_model` has joined a job in this process."""
+    return _scope is not None
+
+
+def get_mesh() -> Mesh:
+    """The mesh of the job: `.degree(axis)`, `.coordinate(axis)`, `.group_ranks(*axes)`, `.rank`, `.world_size`.
+
+    Raises:
+        HybridError: no job yet.
+    """
+    if _scope is None:
+        raise HybridError("no mesh yet: call hybrid.init(strategy=...) or hybrid.distributed_model(...) first")
+    return _scope.mesh
+
+
+def shutdown() -> None:
+    """Leave the job; the process group is stopped if hybrid started it. Wrapped models cannot be trained further."""
+    global _scope  # noqa: PLW0603
+    if _scope is None:
+        return
+    for runtime in runtimes():
+        runtime.engine.gather.finish()
+    if _scope.started_group:
+        stop_process_group()
+    _scope = None
+    _runtimes.clear()
+    set_coordinate_provider(None)
+
+
+def _data_coordinate() -> DataCoordinate | None:
+    if _scope is None:
+        return None
+    group = _scope.mesh.group(*DATA_AXES)
+    return DataCoordinate(num_replicas=group.size, rank=group.rank)
+
+
+class HybridCommunicateGroup:
+    """Fleet's names for the mesh: `get_data_parallel_world_size()`, `get_model_parallel_rank()` and so on."""
+
+    _AXES: ClassVar[dict[str, str]] = {
+        "data_parallel": "dp_replicate",
+        "sharding_parallel": "dp_shard",
+        "model_parallel": "tp",
+        "pipe_parallel": "pp",
+        "sep_parallel": "cp",
+        "context_parallel": "cp",
+    }
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __getattr__(self, name: str) -> Any:
+        for fleet_name, axis in self._AXES.items():
+            if name == f"get_{fleet_name}_world_size":
+                return lambda axis=axis: self._mesh.degree(axis)
+            if name == f"get_{fleet_name}_rank":
+                return lambda axis=axis: self._mesh.coordinate(axis)
+            if name == f"get_{fleet_name}_group":
+                return lambda axis=axis: self._mesh.group_ranks(axis)
+            if name == f"get_{fleet_name}_group_src_rank":
+                return lambda axis=axis: self._mesh.group_ranks(axis)[0]
+        raise AttributeError(
+            f"{name!r} is none of Fleet's getters that hybrid has: get_<axis>_world_size, _rank, _group, "
+            f"_group_src_rank for <axis> in {sorted(self._AXES)}, get_global_rank, get_stage_id, topology"
+        )
+
+    def get_global_rank(self) -> int:
+        return self._mesh.rank
+
+    def get_stage_id(self) -> int:
+        return self._mesh.coordinate("pp")
+
+    def topology(self) -> Any:
+        """The layout: rank <-> coordinate."""
+        return self._mesh.layout
+
+
+def get_hybrid_communicate_group() -> HybridCommunicateGroup:
+    """Fleet's view of the mesh. Groups are tuples of ranks.
+
+    Raises:
+        HybridError: no job yet.
+    """
+    return HybridCommunicateGroup(get_mesh())

@@ -1,0 +1,96 @@
+"""The global gradient norm, and clipping: what one process would compute, from shards.
+
+Each element is counted by its one owner; powers are accumulated in fp64 over blocks (in fp32 a sum of squares
+over one large flat buffer is off by 1 % at 1.3e8 elements); one all-reduce over the world carries the sum, and
+with it which parameters had a gradient on any rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hybrid.collectives import ops
+from hybrid.sharding.bucket import Bucket
+from hybrid.sharding.engine import ShardingEngine
+
+__all__ = ["agree", "clip_by_norm", "clip_by_value"]
+
+_BLOCK_ELEMENTS = 1 << 18
+
+# As torch.nn.utils.clip_grad_norm_: the divisor that keeps a zero gradient from dividing by zero.
+_CLIP_EPSILON = 1e-6
+
+
+def agree(engine: ShardingEngine, *, world: ops.Group, norm_type: float | None) -> torch.Tensor | None:
+    """Agree over the world on which parameters have a gradient and, if `norm_type` is given, on the norm.
+
+    Args:
+        engine: its gradients are settled.
+        world: the group of all ranks.
+        norm_type: p of the p-norm; `math.inf` for the largest absolute value; None: no norm wanted.
+
+    Returns:
+        The norm as a 0-d fp32 tensor, equal on all ranks, or None.
+    """
+    flags = engine.has_gradient_flags()
+    device = engine.device
+    power = 0.0 if norm_type is None or math.isinf(norm_type) else None
+    message = torch.zeros(1 + len(flags), dtype=torch.float64)
+    message[1:] = torch.tensor(flags, dtype=torch.float64)
+    message = message.to(device)
+    if power is None:
+        assert norm_type is not None
+        message[0] = _power_sum(engine, norm_type)
+    ops.all_reduce(message, group=world, control=True).wait()
+    engine.set_gradient_flags((message[1:] > 0).tolist())
+    if norm_type is None:
+        return None
+    if math.isinf(norm_type):
+        largest = _largest(engine)
+        ops.all_reduce(largest, group=world, op="max", control=True).wait()
+        return largest.float()
+    return (message[0] ** (1.0 / norm_type)).float()
+
+
+def clip_by_norm(engine: ShardingEngine, norm: torch.Tensor, *, max_norm: float) -> None:
+    """Scale every gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
+    coefficient = torch.clamp(max_norm / (norm.double() + _CLIP_EPSILON), max=1.0)
+    factor: float | torch.Tensor = coefficient if coefficient.is_cuda else coefficient.item()
+    for bucket in engine.buckets:
+        bucket.scale = bucket.scale * factor
+
+
+def clip_by_value(engine: ShardingEngine, *, clip_value: float) -> None:
+    """Clamp every gradient element to [-clip_value, clip_value]; needs no communication."""
+    for bucket in engine.buckets:
+        bucket.apply_scale()
+        if bucket.settled is not None:
+            bucket.settled.clamp_(-clip_value, clip_value)
+
+
+def _power_sum(engine: ShardingEngine, norm_type: float) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for bucket in engine.buckets:
+        if bucket.settled is None or not bucket.counts:
+            continue
+        part = torch.zeros((), dtype=torch.float64, device=engine.device)
+        for block in bucket.settled.split(_BLOCK_ELEMENTS):
+            wide = block.double()
+            part += torch.dot(wide, wide) if norm_type == 2.0 else wide.abs_().pow_(norm_type).sum()
+        total += part * _magnitude(bucket) ** norm_type
+    return total
+
+
+def _magnitude(bucket: Bucket) -> torch.Tensor:
+    """|pending factor| of a settled gradient, as an fp64 tensor on its device."""
+    return torch.as_tensor(bucket.scale, dtype=torch.float64, device=bucket.data.device).abs()
+
+
+def _largest(engine: ShardingEngine) -> torch.Tensor:
+    largest = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for bucket in engine.buckets:
+        if bucket.settled is not None and bucket.settled.numel() > 0:
+            largest = torch.maximum(largest, bucket.settled.abs().max().double() * _magnitude(bucket))
+    return largest

@@ -1,0 +1,351 @@
+"""`distributed_model`: an ordinary model, rewritten in place into the layout of a strategy.
+
+The order of the rewrites is visible in one function, `distributed_model`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hybrid import shims
+from hybrid.collectives import ops
+from hybrid.compose import context, grad_norm
+from hybrid.compose import train_step as steps
+from hybrid.compose.runtime import Runtime
+from hybrid.contracts.placement import Placement, replicated
+from hybrid.errors import GradientAccessError, ModelError
+from hybrid.mesh import Mesh
+from hybrid.sharding import state_view
+from hybrid.sharding.engine import EngineSettings, ShardingEngine
+from hybrid.sharding.units import plan_units
+from hybrid.strategy import DistributedStrategy, ResolvedStrategy
+
+__all__ = ["DistributedModel", "distributed_model", "full_gradient"]
+
+# Every data-parallel rank computes part of the batch: gradients are partial over these axes.
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = None) -> DistributedModel:
+    """Rewrite `model` for training over all ranks. Returns the same object, its class extended.
+
+    Starts torch.distributed if nobody has. Parameters become views into flat buckets; their values and the
+    buffers are those of the first data-parallel rank everywhere. Names, `isinstance`, attributes and other
+    methods of the model stay; `train_batch`, `eval_batch`, `no_sync`, `clip_grad_norm_` and others are added
+    (see `DistributedModel`).
+
+    Args:
+        model: parameters on one device; on a machine with GPUs it is moved to this rank's GPU.
+        strategy: what to do; None takes the one given to `hybrid.init` or, under `hybrid run --strategy`, the file.
+
+    Raises:
+        StrategyError: settings that cannot work, all of them, before anything starts.
+        LaunchError: the processes could not meet.
+        ModelError: a model that cannot be trained this way; the message names the parameter.
+    """
+    _check_model(model)
+    scope = context.ensure(strategy)
+    mesh, resolved = scope.mesh, scope.resolved
+    model.to(mesh.device)
+    parameters = dict(model.named_parameters())
+    placements = _placements(model)
+    _check_alike_on_all_ranks(parameters, mesh)
+    # chunks -> tensor parallel -> recompute -> compile -> sharding: the stages built so far
+    engine = ShardingEngine(
+        parameters,
+        placements=placements,
+        units=plan_units(model, class_names=resolved.units),
+        settings=_engine_settings(resolved),
+        coordinates={axis.name: mesh.coordinate(axis.name) for axis in mesh.layout.axes},
+        group_of=lambda axes: mesh.group(*axes),
+    )
+    _align_values(model, engine, mesh)
+    runtime = Runtime(engine, mesh=mesh, strategy=resolved)
+    model.__class__ = _extended(type(model))
+    extended = cast(DistributedModel, model)
+    extended.hybrid_runtime = runtime
+    extended.register_forward_pre_hook(_before_forward, prepend=True)
+    context.remember(runtime)
+    context.seed_for_training(resolved, mesh)
+    return extended
+
+
+def full_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The whole gradient of a parameter of a wrapped model, as one process would have it; None without one.
+
+    Collective: every rank calls it for the same parameter.
+
+    Raises:
+        GradientAccessError: the parameter belongs to no wrapped model.
+    """
+    for runtime in context.runtimes():
+        fqn = runtime.engine.fqn_of.get(id(parameter))
+        if fqn is not None:
+            bucket = runtime.engine.bucket_of.get(fqn)
+            if bucket is None:
+                return None
+            runtime.synchronise()
+            return dict(state_view.bucket_gradients(runtime.engine, bucket))[fqn]
+    raise GradientAccessError(
+        f"a parameter of shape {tuple(parameter.shape)} belongs to no model given to distributed_model"
+    )
+
+
+class DistributedModel(nn.Module):
+    """What `distributed_model` adds to a model's class. Methods marked *collective* are called by all ranks."""
+
+    hybrid_runtime: Runtime
+
+    def train_batch(
+        self,
+        batch: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        loss_fn: steps.LossFunction | None = None,
+        step: bool = True,
+        forward_step: steps.ForwardStep | None = None,
+    ) -> steps.StepResult:
+        """Train on this rank's batch: micro-batches, backward, reduction, clip, update, schedule. *Collective.*
+
+        Args:
+            batch: a dict (calls `model(**batch)` and takes its `.loss`), `(inputs, labels)` with `loss_fn`, or
+                anything that `forward_step(model, micro_batch)` understands. Tensors have samples on dim 0; the
+                batch is cut into `accumulate_steps` micro-batches. It may be shorter or empty on some ranks.
+            optimizer: from `distributed_optimizer`.
+            lr_scheduler: stepped once per update that was not skipped.
+            scaler: loss scaling, not available yet.
+            loss_fn: `loss_fn(output, labels)` -> a scalar mean over the samples (their sum under loss_reduction
+                "sum"), or a pair (sum, count) for a mean over tokens.
+            step: False only accumulates; the next call with True updates with the mean over all calls.
+            forward_step: returns what `loss_fn` may return.
+
+        Raises:
+            BatchError: a batch that does not fit, or no way to a loss.
+            OptimizerError: an optimizer of another model, or not a distributed one.
+        """
+        return steps.train_batch(
+            self,
+            self.hybrid_runtime,
+            batch,
+            optimizer,
+            lr_scheduler=lr_scheduler,
+            scaler=scaler,
+            loss_fn=loss_fn,
+            step=step,
+            forward_step=forward_step,
+        )
+
+    def eval_batch(
+        self, batch: Any, loss_fn: steps.LossFunction | None = None, forward_step: steps.ForwardStep | None = None
+    ) -> steps.EvalResult:
+        """Loss of the world's batch in eval mode, without gradients; arguments as `train_batch`. *Collective.*"""
+        return steps.eval_batch(self, self.hybrid_runtime, batch, loss_fn=loss_fn, forward_step=forward_step)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward only accumulates on this rank; the next one outside, or the step, reduces it all."""
+        return self.hybrid_runtime.reducing(False)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip to a global norm over all parameters and ranks; returns the norm before. *Collective.*
+
+        As `torch.nn.utils.clip_grad_norm_` on one process: gradients times min(1, max_norm / (norm + 1e-6)).
+        """
+        norm = self.hybrid_runtime.synchronise(norm_type=float(norm_type))
+        assert norm is not None
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise GradientAccessError(f"the gradient norm of order {norm_type} is {norm.item()}: cannot clip by it")
+        grad_norm.clip_by_norm(self.hybrid_runtime.engine, norm, max_norm=float(max_norm))
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]. *Collective* (gradients are reduced first)."""
+        self.hybrid_runtime.synchronise()
+        grad_norm.clip_by_value(self.hybrid_runtime.engine, clip_value=float(clip_value))
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(fqn, whole gradient) of every trainable parameter; None without one. *Collective*, to its end.
+
+        One bucket is whole at a time.
+        """
+        engine = self.hybrid_runtime.engine
+        self.hybrid_runtime.synchronise()
+        for bucket in engine.buckets:
+            yield from state_view.bucket_gradients(engine, bucket)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty every gradient buffer, local and reduced."""
+        self.hybrid_runtime.zero_grad(set_to_none=set_to_none)
+
+    def describe(self) -> str:
+        """The map parameter -> bucket, range, shard, and the bytes on this rank, as text."""
+        runtime = self.hybrid_runtime
+        sizes = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in runtime.memory_bytes().items())
+        mesh = runtime.mesh
+        head = f"rank {mesh.rank} of {mesh.world_size}, stage {runtime.strategy.zero_stage}; live: {sizes}"
+        return f"{head}\n{state_view.describe(runtime.engine)}"
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Live bytes on this rank: parameters (masters included), gradients, optimizer_state."""
+        return self.hybrid_runtime.memory_bytes()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The plain model's state dict: its names and shapes, whole values, references as in plain torch."""
+        self.hybrid_runtime.engine.gather.finish()
+        result: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return result
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Copies on the CPU of the plain model's whole state dict. *Collective.*"""
+        state = self.state_dict()
+        copies: dict[int, torch.Tensor] = {}
+        return {
+            name: copies.setdefault(id(value), value.detach().cpu().clone())
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in state.items()
+        }
+
+    def shard_state_dict(self) -> dict[str, tuple[tuple[int, int], torch.Tensor]]:
+        """fqn -> (range of elements in memory order, this rank's slice) of each parameter that it owns a part of."""
+        engine = self.hybrid_runtime.engine
+        engine.gather.finish()
+        return {
+            part.fqn: ((part.start, part.stop), bucket.slice_view(bucket.own_data(), part).detach().clone())
+            for bucket in engine.buckets
+            for part in bucket.slices
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As the plain model's. Every rank loads the same values.
+
+        Raises:
+            ModelError: `assign=True`, which would put the parameters outside their buckets.
+        """
+        if assign:
+            raise ModelError(
+                "load_state_dict(assign=True) would take parameters out of their buckets; use assign=False"
+            )
+        self.hybrid_runtime.engine.gather.finish()
+        result = super().load_state_dict(state_dict, strict=strict)
+        self.hybrid_runtime.engine.refresh_masters()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ModelError(
+            "a distributed model cannot be deep-copied: it belongs to process groups. Copy it before "
+            "distributed_model, or load model.full_state_dict() into a new plain model"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(
+            "a distributed model cannot be pickled: it belongs to process groups. Save model.full_state_dict() instead"
+        )
+
+
+_extended_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+
+def _extended(base: type[nn.Module]) -> type[nn.Module]:
+    if base not in _extended_classes:
+        _extended_classes[base] = type(f"Distributed{base.__name__}", (DistributedModel, base), {})
+    extended: type[nn.Module] = _extended_classes[base]
+    return extended
+
+
+def _before_forward(model: nn.Module, _: Any) -> None:
+    """A backward that raised leaves a round open; close it before the next one begins (not in a recompute)."""
+    if not shims.in_backward():
+        cast(DistributedModel, model).hybrid_runtime.engine.reducer.finish_round()
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"distributed_model needs a torch.nn.Module, got {type(model).__name__}")
+    inside = [
+        name or "(the model itself)" for name, module in model.named_modules() if isinstance(module, DistributedModel)
+    ]
+    if inside:
+        raise ModelError(f"{inside[0]} has already been given to distributed_model; wrap the whole model once")
+    meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if meta:
+        raise ModelError(
+            f"{meta[0]!r} and {len(meta) - 1} more are on the meta device: building on it is not available yet; "
+            "build the model on a real device"
+        )
+    odd = [name for name, p in model.named_parameters() if p.is_sparse or p.layout is not torch.strided]
+    if odd:
+        raise ModelError(f"parameter {odd[0]!r} is not a strided tensor; only dense parameters can be put into buckets")
+    taken = [name for name in vars(DistributedModel) if not name.startswith("__") and name in dir(model)]
+    clashes = sorted(set(taken) - {*dir(nn.Module), "hybrid_runtime"})
+    if clashes:
+        raise ModelError(
+            f"the model already has {clashes}, which distributed_model would replace; rename it in the model"
+        )
+
+
+def _placements(model: nn.Module) -> dict[str, Placement]:
+    names: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+    return {
+        fqn: replicated(
+            fqn,
+            parameter.shape,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            partial_axes=DATA_AXES,
+            trainable=parameter.requires_grad,
+            tied_fqns=[name for name in names[id(parameter)] if name != fqn],
+        )
+        for fqn, parameter in model.named_parameters()
+    }
+
+
+def _check_alike_on_all_ranks(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+    mine = [(fqn, tuple(p.shape), str(p.dtype), p.requires_grad) for fqn, p in parameters.items()]
+    everyone = ops.all_gather_object(mine, group=mesh.world)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        first = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
+        what = (
+            f"{first[0]} on rank 0, {first[1]} on rank {rank}"
+            if first
+            else (f"rank 0 has {len(everyone[0])} parameters, rank {rank} has {len(theirs)}")
+        )
+        raise ModelError(f"the model is not the same on all ranks (name, shape, dtype, requires_grad): {what}")
+
+
+def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
+    return EngineSettings(
+        zero_stage=resolved.zero_stage,
+        bucket_bytes=resolved.bucket_bytes,
+        overlap_comm=resolved.overlap_comm,
+        grad_dtype=resolved.grad_dtype,
+        partition="parameter" if resolved.partition == "parameter" else "element",
+    )
+
+
+def _align_values(model: nn.Module, engine: ShardingEngine, mesh: Mesh) -> None:
+    """Give every data-parallel rank the first one's parameters and buffers."""
+    group = mesh.group(*DATA_AXES)
+    if group.size == 1:
+        return
+    for bucket in engine.buckets:
+        ops.broadcast(bucket.data, source=0, group=group, tag=bucket.index).wait()
+    engine.refresh_masters()
+    others = [p for _, p in model.named_parameters() if id(p) not in engine.fqn_of or not p.requires_grad]
+    buffers = dict.fromkeys([*others, *model.buffers()])
+    for tensor in buffers:
+        flat = tensor.detach().reshape(-1).contiguous().clone()
+        ops.broadcast(flat, source=0, group=group).wait()
+        with torch.no_grad():
+            tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,224 @@
+"""`distributed_optimizer`: an ordinary optimizer that steps on this rank's shards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from hybrid import shims
+from hybrid.compose import context
+from hybrid.compose.runtime import Runtime
+from hybrid.errors import OptimizerError
+from hybrid.sharding import state_view
+from hybrid.sharding.optimizer_state import OptimizerShards
+from hybrid.strategy import DistributedStrategy
+
+__all__ = ["DistributedOptimizer", "distributed_optimizer"]
+
+
+def distributed_optimizer(
+    optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
+) -> DistributedOptimizer:
+    """Let an optimizer work on the shards of a wrapped model. Returns the same object, its class extended.
+
+    It may be built before or after `distributed_model`, fresh or with state from earlier training; param groups,
+    options, their order and learning-rate schedulers keep working. `param_groups` keep the model's own
+    parameters; the optimizer's state exists for this rank's slices only.
+
+    Args:
+        optimizer: built from the parameters of a model that `distributed_model` has wrapped.
+        strategy: may repeat the one given to `distributed_model`.
+
+    Raises:
+        OptimizerError: parameters of no wrapped model, or of several; an optimizer that cannot step on shards.
+        StrategyError: a strategy that differs from the one in force.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(f"distributed_optimizer needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, DistributedOptimizer):
+        raise OptimizerError("this optimizer has already been given to distributed_optimizer")
+    if strategy is not None:
+        context.check_same_strategy(strategy)
+    runtime = _runtime_of(optimizer)
+    shards = runtime.adopt_optimizer(optimizer)
+    base = type(optimizer)
+    # A scheduler built earlier has put its counting wrapper around the base class's step on the instance.
+    if hasattr(optimizer.__dict__.get("step"), shims.SCHEDULER_STEP_MARK):
+        del optimizer.__dict__["step"]
+    optimizer.__class__ = _extended(base)
+    extended = cast(DistributedOptimizer, optimizer)
+    extended.hybrid_runtime = runtime
+    extended.hybrid_shards = shards
+    return extended
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """What `distributed_optimizer` adds to an optimizer's class."""
+
+    hybrid_runtime: Runtime
+    hybrid_shards: OptimizerShards
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce what is not reduced yet, clip as the strategy says, update own shards, send them to the others.
+
+        Step hooks of the optimizer run around this, with the model's own parameters in `param_groups`.
+        """
+        setattr(self, shims.SCHEDULER_STEP_CALLED, True)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        runtime, shards = self.hybrid_runtime, self.hybrid_shards
+        runtime.engine.check_unchanged()
+        runtime.synchronise_and_clip(shards=shards)
+        self._update_shards(deferred=False)
+        return result
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step_settled(self, *, deferred: bool) -> None:
+        """The step of train_batch, whose gradients are settled and clipped already; runs step hooks like `step`."""
+        setattr(self, shims.SCHEDULER_STEP_CALLED, True)
+        self._update_shards(deferred=deferred)
+
+    def _update_shards(self, *, deferred: bool) -> None:
+        runtime, shards = self.hybrid_runtime, self.hybrid_shards
+        runtime.engine.gather.finish()
+        base_step = _base_step(type(self))
+        shards.step(lambda: base_step(self))
+        runtime.mark_stepped(shards)
+        runtime.engine.after_update(shards.buckets(), deferred=deferred)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty gradients, local and reduced, of this optimizer's parameters."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.hybrid_runtime.zero_grad(parameters, set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the wrapped model that no group holds yet."""
+        super().add_param_group(param_group)
+        if "hybrid_shards" in self.__dict__:
+            try:
+                self.hybrid_shards.add(self.param_groups[-1]["params"])
+            except OptimizerError:
+                self.param_groups.pop()
+                raise
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Whole state by fqn: {"state": {fqn: {key: value}}, "param_groups": [{..., "params": [fqn, ...]}]}.
+
+        Collective: every rank of the world calls it, and gets all of it.
+        """
+        state = state_view.whole_optimizer_state(self.hybrid_shards, self)
+        return {"state": state, "param_groups": self._named_groups()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state by fqn, with the ranges that it holds; not collective."""
+        shards = self.hybrid_shards
+        state, ranges = {}, {}
+        for shard in shards.shards():
+            if shard.tensor is not None and shard.part is not None and shard.tensor in self.state:
+                state[shard.fqn] = dict(self.state[shard.tensor])
+                ranges[shard.fqn] = (shard.part.start, shard.part.stop)
+        return {"state": state, "ranges": ranges, "param_groups": self._named_groups()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take `full_state_dict()` of any layout, or `state_dict()` of the same rank of the same layout.
+
+        Raises:
+            OptimizerError: parameters, groups or ranges that do not fit, all named.
+        """
+        shards = {shard.fqn: shard for shard in self.hybrid_shards.shards()}
+        groups = state_dict.get("param_groups", [])
+        mine = self._named_groups()
+        problems = []
+        if [group.get("params") for group in groups] != [group["params"] for group in mine]:
+            problems.append(
+                f"param groups differ: saved {[group.get('params') for group in groups]}, "
+                f"here {[group['params'] for group in mine]}"
+            )
+        ranges = state_dict.get("ranges")
+        state = state_dict.get("state", {})
+        for fqn in state:
+            shard = shards.get(fqn)
+            if shard is None:
+                problems.append(f"state of {fqn!r}: no trainable parameter of this optimizer has that name")
+            elif ranges is not None:
+                part = None if shard.part is None else (shard.part.start, shard.part.stop)
+                if part != tuple(ranges[fqn]):
+                    problems.append(
+                        f"state of {fqn!r} covers elements {tuple(ranges[fqn])}, this rank owns {part}: it was saved "
+                        "by another rank or layout; save full_state_dict() to change the layout"
+                    )
+        if problems:
+            raise OptimizerError("the optimizer state does not fit: " + "; ".join(problems))
+        self.state.clear()
+        for fqn, values in state.items():
+            shard = shards[fqn]
+            if shard.tensor is None:
+                continue
+            if ranges is None:
+                self.state[shard.tensor] = self.hybrid_shards.cut_state(shard, values)
+            else:
+                copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+                self.state[shard.tensor] = copies
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _named_groups(self) -> list[dict[str, Any]]:
+        fqn_of = self.hybrid_runtime.engine.fqn_of
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [fqn_of[id(p)] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def __reduce__(self) -> Any:
+        raise OptimizerError(
+            "a distributed optimizer cannot be copied or pickled: it belongs to process groups; save "
+            "optimizer.full_state_dict(), or copy the optimizer before distributed_optimizer"
+        )
+
+
+# So that a scheduler built later finds its counting already done (see shims).
+setattr(DistributedOptimizer.step, shims.SCHEDULER_STEP_MARK, True)
+DistributedOptimizer.step.hooked = True  # type: ignore[attr-defined]
+
+_extended_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+
+def _extended(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    if base not in _extended_classes:
+        _extended_classes[base] = type(f"Distributed{base.__name__}", (DistributedOptimizer, base), {})
+    extended: type[torch.optim.Optimizer] = _extended_classes[base]
+    return extended
+
+
+def _base_step(extended: type) -> Callable[..., Any]:
+    """The user's optimizer's own step, without the hook wrapper that torch puts around it (ours runs the hooks)."""
+    place = extended.__mro__.index(DistributedOptimizer)
+    step: Callable[..., Any] = next(c.__dict__["step"] for c in extended.__mro__[place + 1 :] if "step" in c.__dict__)
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def _runtime_of(optimizer: torch.optim.Optimizer) -> Runtime:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    runtimes = context.runtimes()
+    owners = [next((r for r in runtimes if id(p) in r.engine.fqn_of), None) for p in parameters]
+    missing = [p for p, owner in zip(parameters, owners, strict=True) if owner is None]
+    if missing:
+        raise OptimizerError(
+            f"{len(missing)} of the optimizer's {len(parameters)} parameters (the first has shape "
+            f"{tuple(missing[0].shape)}) belong to no model given to distributed_model; wrap the model first, and "
+            "build the optimizer from that model's parameters()"
+        )
+    found = {id(owner): owner for owner in owners if owner is not None}
+    if len(found) != 1:
+        raise OptimizerError(
+            f"the optimizer holds parameters of {len(found)} wrapped models; give each model an optimizer of its own"
+        )
+    return next(iter(found.values()))

@@ -1,0 +1,148 @@
+"""What stands behind one wrapped model: its engine, its mesh, its optimizers, and the state of the current step.
+
+    gradients arrive ─► synchronise: reduce, settle, agree on norm and flags ─► clip ─► optimizers step ─► gather
+
+Gradients are settled once, whoever asks first: a norm, a clip, a look at a gradient, or the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybrid.compose import grad_norm
+from hybrid.errors import OptimizerError
+from hybrid.mesh import Mesh
+from hybrid.sharding.engine import ShardingEngine
+from hybrid.sharding.optimizer_state import OptimizerShards, is_elementwise
+from hybrid.strategy import ResolvedStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """Lives as `hybrid_runtime` on a wrapped model. All methods that communicate are called by all ranks alike."""
+
+    def __init__(self, engine: ShardingEngine, *, mesh: Mesh, strategy: ResolvedStrategy) -> None:
+        self.engine = engine
+        self.mesh = mesh
+        self.strategy = strategy
+        self.optimizers: list[OptimizerShards] = []
+        # Samples or tokens behind the gradients that train_batch(step=False) has left, summed over the world.
+        self.accumulated_weight: torch.Tensor | None = None
+        self._stepped_at: dict[int, int] = {}
+
+    # -- optimizers ------------------------------------------------------------------------------------
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerShards:
+        """Choose the partition that this optimizer needs, and make its shards.
+
+        Raises:
+            OptimizerError: the optimizer cannot be used under this strategy.
+        """
+        name = type(optimizer).__name__
+        elementwise = is_elementwise(optimizer)
+        asked = self.strategy.partition
+        if not elementwise:
+            if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+                raise OptimizerError(
+                    f"{name} is not available yet: it needs all gradients in one place or sparse ones; use AdamW or SGD"
+                )
+            if asked == "element":
+                raise OptimizerError(
+                    f"{name} is not known to update each element by itself, so it cannot step on slices that cut "
+                    "through a parameter: set sharding_configs['partition'] = 'parameter' (or 'auto')"
+                )
+            if self.engine.partition_kind != "parameter" and self.engine.settings.zero_stage > 0:
+                self._repartition(name)
+        shards = OptimizerShards(self.engine, optimizer)
+        self.optimizers.append(shards)
+        return shards
+
+    def _repartition(self, name: str) -> None:
+        if self.optimizers or self.engine.gradient_bytes() > 0:
+            raise OptimizerError(
+                f"{name} needs whole parameters on one rank, but the buckets are already in use; wrap it before other "
+                "optimizers and before the first backward, or set sharding_configs['partition'] = 'parameter'"
+            )
+        self.engine.repartition("parameter")
+
+    # -- one step --------------------------------------------------------------------------------------
+
+    def plain_scale(self) -> float:
+        """Factor from the sum over ranks to the gradient in a plain loop: each rank's loss is a mean (or sum)."""
+        return 1.0 if self.strategy.loss_reduction == "sum" else 1.0 / self.strategy.data_parallel_size
+
+    def has_gradients(self) -> bool:
+        """Whether any gradient buffer is alive on this rank."""
+        return self.engine.gradient_bytes() > 0
+
+    def needs_settlement(self, shards: OptimizerShards | None = None) -> bool:
+        """Whether gradients came since the last settlement, or `shards` already stepped on that one."""
+        reducer = self.engine.reducer
+        fresh = reducer.is_open or reducer.has_unreduced() or reducer.rounds_since_settlement > 0
+        return fresh or (shards is not None and self._stepped_at.get(id(shards), 0) == self.engine.settlements)
+
+    def synchronise(
+        self, *, scale: float | None = None, norm_type: float | None = None, shards: OptimizerShards | None = None
+    ) -> torch.Tensor | None:
+        """Settle the gradients if anything is unsettled, and return their norm if `norm_type` is given."""
+        if self.needs_settlement(shards):
+            self.engine.reduce_all()
+            self.engine.settle(self.plain_scale() if scale is None else scale)
+        elif norm_type is None:
+            return None
+        return grad_norm.agree(self.engine, world=self.mesh.world, norm_type=norm_type)
+
+    def synchronise_and_clip(
+        self, *, scale: float | None = None, shards: OptimizerShards | None = None, want_norm: bool = False
+    ) -> torch.Tensor | None:
+        """Settle, and clip as the strategy says. Returns the norm before clipping where it was computed."""
+        clipping = self.strategy.gradient_clipping
+        by_norm = clipping is not None and clipping.kind == "norm"
+        norm_type = clipping.norm_type if clipping is not None and by_norm else 2.0
+        norm = self.synchronise(scale=scale, norm_type=norm_type if by_norm or want_norm else None, shards=shards)
+        if clipping is not None:
+            if by_norm:
+                assert norm is not None and clipping.max_norm is not None
+                grad_norm.clip_by_norm(self.engine, norm, max_norm=clipping.max_norm)
+            else:
+                assert clipping.clip_value is not None
+                grad_norm.clip_by_value(self.engine, clip_value=clipping.clip_value)
+        return norm
+
+    def mark_stepped(self, shards: OptimizerShards) -> None:
+        self._stepped_at[id(shards)] = self.engine.settlements
+
+    # -- accumulation ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def reducing(self, enabled: bool) -> Iterator[None]:
+        """Inside, a backward pass reduces its gradients, or only accumulates them on this rank."""
+        reducer = self.engine.reducer
+        reducer.finish_round()
+        before = reducer.synchronise
+        reducer.synchronise = enabled
+        try:
+            yield
+        finally:
+            reducer.synchronise = before
+
+    def zero_grad(self, parameters: list[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
+        self.engine.zero_grad(parameters, set_to_none=set_to_none)
+        if not self.has_gradients():
+            self.accumulated_weight = None
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Live bytes on this rank of what ZeRO cuts."""
+        return {
+            "parameters": self.engine.parameter_bytes(),
+            "gradients": self.engine.gradient_bytes(),
+            "optimizer_state": sum(shards.state_bytes() for shards in self.optimizers),
+        }

@@ -1,0 +1,286 @@
+"""One training step over a batch: micro-batches, loss, gradient scaling, clip, update, schedule.
+
+This is the one place where gradients are scaled. Each micro-batch's backward runs on a *sum* (its mean loss
+times its samples, or the sum that the loss function gave); the sum over micro-batches, calls and ranks is
+divided once, by the samples or tokens behind it in the whole world. So batches that do not divide, ranks with
+fewer samples and ranks with none give what one process gives on the whole batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid.collectives import ops
+from hybrid.compose.batch import num_samples, num_tokens, split_batch
+from hybrid.compose.optimizer import DistributedOptimizer
+from hybrid.compose.runtime import Runtime
+from hybrid.errors import BatchError, ModelError, OptimizerError
+
+__all__ = ["EvalResult", "StepResult", "eval_batch", "train_batch"]
+
+LossFunction = Callable[..., Any]
+ForwardStep = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did. Tensors are 0-d and equal on all ranks; nothing waits for the device until they are read.
+
+    loss: mean over all samples (or tokens) of the world's batch; the sum under loss_reduction "sum"; 0 if there
+        were none.
+    grad_norm: global norm before clipping, in the strategy's norm type; None with `step=False`.
+    skipped: whether the update was left out (no sample or token in the whole batch).
+    seconds: wall time of the call on this rank.
+    totals: fp64 tensor (loss sum, weight, samples, tokens), summed over the world.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+    skipped: bool
+    seconds: float
+    totals: torch.Tensor
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole world's batch."""
+        return int(self.totals[2].item())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole world's batch: the count the loss function gave; else elements of the first integer
+        tensor of the batch with two dims or more; else samples."""
+        return int(self.totals[3].item())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Loss over the world's batch (0 if it is empty), and the samples or tokens that it is the mean of."""
+
+    loss: torch.Tensor
+    count: torch.Tensor
+
+
+def train_batch(
+    model: nn.Module,
+    runtime: Runtime,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    lr_scheduler: Any = None,
+    scaler: Any = None,
+    loss_fn: LossFunction | None = None,
+    step: bool = True,
+    forward_step: ForwardStep | None = None,
+) -> StepResult:
+    """See `DistributedModel.train_batch`."""
+    started_seconds = time.perf_counter()
+    _check_arguments(runtime, optimizer, scaler, step)
+    strategy, reducer = runtime.strategy, runtime.engine.reducer
+    micro_batches = split_batch(
+        batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
+    )
+    totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
+    totals_handle: ops.Handle | None = None
+    last = len(micro_batches) - 1
+    reducer.defer_end = True
+    try:
+        for index, micro_batch in enumerate(micro_batches):
+            reduce_now = _reduces_after(strategy.grad_reduce, index=index, last=last, step=step)
+            loss_sum = _forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
+            if index == last:
+                # Under way during the last backward, so that its latency costs nothing.
+                totals_handle = ops.all_reduce(totals, group=runtime.mesh.world, control=True)
+            with runtime.reducing(reduce_now):
+                if loss_sum is not None:
+                    loss_sum.backward()
+                if reduce_now:
+                    reducer.full_round()  # also where this rank had no sample: every rank makes the same rounds
+    finally:
+        reducer.defer_end = False
+    assert totals_handle is not None
+    totals_handle.wait()
+    weight = totals[1]
+    loss = _mean(totals[0], weight, strategy.loss_reduction)
+    if runtime.accumulated_weight is not None:
+        weight = weight + runtime.accumulated_weight
+    grad_norm, skipped = None, False
+    if not step:
+        runtime.accumulated_weight = weight
+    else:
+        assert isinstance(optimizer, DistributedOptimizer)
+        grad_norm, skipped = _update(runtime, optimizer, weight.item())
+        if lr_scheduler is not None and not skipped:
+            _advance(lr_scheduler, loss)
+    return StepResult(
+        loss=loss,
+        grad_norm=grad_norm,
+        skipped=skipped,
+        seconds=time.perf_counter() - started_seconds,
+        totals=totals,
+    )
+
+
+def eval_batch(
+    model: nn.Module,
+    runtime: Runtime,
+    batch: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    forward_step: ForwardStep | None = None,
+) -> EvalResult:
+    """See `DistributedModel.eval_batch`."""
+    strategy = runtime.strategy
+    totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
+    with _evaluating(model), torch.no_grad():
+        pieces = split_batch(
+            batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
+        )
+        for micro_batch in pieces:
+            _forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
+    ops.all_reduce(totals, group=runtime.mesh.world, control=True).wait()
+    return EvalResult(loss=_mean(totals[0], totals[1], strategy.loss_reduction), count=totals[1])
+
+
+def _check_arguments(runtime: Runtime, optimizer: Any, scaler: Any, step: bool) -> None:
+    if scaler is not None and scaler.is_enabled():
+        raise OptimizerError("train_batch(scaler=...): loss scaling is not available yet; leave `scaler` out")
+    if step and not isinstance(optimizer, DistributedOptimizer):
+        raise OptimizerError(
+            "train_batch needs the optimizer that hybrid.distributed_optimizer returned, got "
+            f"{type(optimizer).__name__}; give step=False to accumulate only"
+        )
+    if isinstance(optimizer, DistributedOptimizer) and optimizer.hybrid_runtime is not runtime:
+        raise OptimizerError("train_batch was given the optimizer of another wrapped model")
+    if runtime.accumulated_weight is None and runtime.has_gradients():
+        raise ModelError(
+            "train_batch found gradients of an earlier backward() in the model: call optimizer.step() and "
+            "optimizer.zero_grad(), or model.zero_grad(), first"
+        )
+
+
+def _reduces_after(grad_reduce: str | int, *, index: int, last: int, step: bool) -> bool:
+    """Whether micro-batch `index` reduces. What is left local when the step comes is reduced there."""
+    if grad_reduce == "every_micro_batch":
+        return True
+    if isinstance(grad_reduce, int) and (index + 1) % grad_reduce == 0:
+        return True
+    return index == last and step
+
+
+def _forward(
+    model: nn.Module,
+    micro_batch: Any,
+    loss_fn: LossFunction | None,
+    forward_step: ForwardStep | None,
+    totals: torch.Tensor,
+    loss_reduction: str,
+) -> torch.Tensor | None:
+    """Run forward and loss; add to `totals`; return the sum to run backward on, None if there is no sample."""
+    samples = num_samples(micro_batch)
+    if samples == 0:
+        return None
+    output = _call(model, micro_batch, loss_fn, forward_step)
+    tokens: int | torch.Tensor = num_tokens(micro_batch)
+    if isinstance(output, tuple | list) and len(output) == 2:
+        loss_sum, count = output
+        weight = tokens = count.detach().double() if isinstance(count, torch.Tensor) else count
+        _check_scalar(loss_sum)
+    else:
+        _check_scalar(output)
+        loss_sum = output if loss_reduction == "sum" else output * samples
+        weight = samples
+    totals += torch.stack(
+        [
+            torch.as_tensor(v, dtype=torch.float64, device=totals.device)
+            for v in (loss_sum.detach(), weight, samples, tokens)
+        ]
+    )
+    result: torch.Tensor = loss_sum
+    return result
+
+
+def _call(model: nn.Module, micro_batch: Any, loss_fn: LossFunction | None, forward_step: ForwardStep | None) -> Any:
+    if forward_step is not None:
+        if loss_fn is not None:
+            raise BatchError(
+                "give forward_step or loss_fn, not both: forward_step(model, micro_batch) returns the loss"
+            )
+        return forward_step(model, micro_batch)
+    if isinstance(micro_batch, Mapping):
+        if loss_fn is not None:
+            raise BatchError(
+                "a dict batch calls model(**batch) and takes its .loss, so loss_fn would be ignored; give "
+                "forward_step=lambda model, batch: loss_fn(model(...), ...) instead"
+            )
+        output = model(**micro_batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise BatchError(
+                f"model(**batch) returned a {type(output).__name__} without a loss; put labels into the batch, or give "
+                "forward_step(model, micro_batch)"
+            )
+        return loss
+    if isinstance(micro_batch, tuple | list) and len(micro_batch) == 2 and loss_fn is not None:
+        inputs, labels = micro_batch
+        if isinstance(inputs, Mapping):
+            return loss_fn(model(**inputs), labels)
+        return loss_fn(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs), labels)
+    raise BatchError(
+        f"do not know how to get a loss from a batch of type {type(micro_batch).__name__}: give a dict (calls "
+        "model(**batch) and takes .loss), (inputs, labels) with loss_fn=, or forward_step(model, micro_batch)"
+    )
+
+
+def _check_scalar(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise BatchError(
+            f"the loss must be one number, or a pair (sum, count); got {what}: reduce it with .mean(), or return "
+            "(loss.sum(), number of tokens)"
+        )
+
+
+def _mean(loss_sum: torch.Tensor, weight: torch.Tensor, loss_reduction: str) -> torch.Tensor:
+    if loss_reduction == "sum":
+        return loss_sum.float()
+    return torch.where(weight > 0, loss_sum / weight.clamp(min=1e-300), torch.zeros_like(loss_sum)).float()
+
+
+def _update(runtime: Runtime, optimizer: DistributedOptimizer, weight: float) -> tuple[torch.Tensor | None, bool]:
+    """Settle with the one scale, clip, step, empty. A batch without any sample or token changes nothing."""
+    runtime.engine.check_unchanged()
+    is_sum = runtime.strategy.loss_reduction == "sum"
+    skipped = weight <= 0
+    scale = 1.0 if is_sum or skipped else 1.0 / weight
+    grad_norm = runtime.synchronise_and_clip(scale=scale, shards=optimizer.hybrid_shards, want_norm=True)
+    if not skipped:
+        optimizer.step_settled(deferred=runtime.strategy.overlap_param_gather)
+    runtime.zero_grad()
+    runtime.accumulated_weight = None
+    return grad_norm, skipped
+
+
+def _advance(lr_scheduler: Any, loss: torch.Tensor) -> None:
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        lr_scheduler.step(loss.item())
+    else:
+        lr_scheduler.step()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module has the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,46 @@
+"""A batch made of no samples, for the replicas that a short tail leaves without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["EmptyAwareCollate"]
+
+
+class EmptyAwareCollate:
+    """Collates as usual; an empty list becomes the batch of the first sample with its batch dim cut to zero.
+
+    Shapes and dtypes are then those of every other batch, and a model, a loss and a reduction run on it
+    without a special case. Picklable, for DataLoader workers. torch is imported when a batch is made, so that
+    the sampler itself works without it.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        collate = self._collate
+        if collate is None:
+            from torch.utils.data import default_collate as collate
+        if samples:
+            return collate(samples)
+        return _cut_to_zero(collate([self._dataset[0]]))
+
+
+def _cut_to_zero(batch: Any) -> Any:
+    """The batch without its one sample: tensors [1, ...] become [0, ...], lists of one item become empty."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {name: _cut_to_zero(value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_cut_to_zero, batch))
+    if isinstance(batch, list | tuple):
+        if len(batch) == 1 and not isinstance(batch[0], torch.Tensor | Mapping | list | tuple):
+            return type(batch)()  # one string or object per sample
+        return type(batch)(map(_cut_to_zero, batch))
+    return batch

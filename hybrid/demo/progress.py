@@ -1,0 +1,101 @@
+"""What a training rank tells the command that started it, as lines of JSON in the log folder; no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from hybrid.launch.variables import LOG_DIR_VARIABLE
+
+__all__ = ["Event", "Finished", "Memory", "ProgressReader", "ProgressWriter", "Started", "StepDone"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Rank 0, before the first step."""
+
+    num_parameters: int
+    train_bytes: int
+    held_out_bytes: int
+    held_out_loss: float  # nats per byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """Rank 0, after each step."""
+
+    step: int  # from 1
+    loss: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Each rank, now and then: live bytes of the training state, and of the whole process."""
+
+    rank: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    resident_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Rank 0, at the end."""
+
+    held_out_loss: float
+    sent_bytes: int  # by rank 0 in one step
+    train_seconds: float
+
+
+Event = Started | StepDone | Memory | Finished
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (Started, StepDone, Memory, Finished)}
+
+
+class ProgressWriter:
+    """Appends events of one rank; without a log folder (a plain torchrun) it does nothing."""
+
+    def __init__(self, *, rank: int) -> None:
+        log_dir = os.environ.get(LOG_DIR_VARIABLE)
+        self._file: IO[str] | None = None
+        if log_dir:
+            self._file = _path(Path(log_dir), rank).open("w", encoding="utf-8", buffering=1)
+
+    def write(self, event: Event) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": type(event).__name__, **asdict(event)}) + "\n")
+
+
+class ProgressReader:
+    """Reads the events that all ranks have written since the last look."""
+
+    def __init__(self, *, num_ranks: int) -> None:
+        self._positions = [0] * num_ranks
+
+    def new_events(self, log_dir: Path) -> list[Event]:
+        events: list[Event] = []
+        for rank, position in enumerate(self._positions):
+            path = _path(log_dir, rank)
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(position)
+                lines = file.read()
+            whole = lines[: lines.rfind(b"\n") + 1]  # a line may be half written
+            self._positions[rank] += len(whole)
+            for line in whole.splitlines():
+                fields = json.loads(line)
+                events.append(_KINDS[fields.pop("kind")](**fields))
+        return events
+
+
+def _path(log_dir: Path, rank: int) -> Path:
+    return log_dir / f"progress{rank}.jsonl"

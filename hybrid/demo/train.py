@@ -1,0 +1,144 @@
+"""Trains the byte-level GPT: `hybrid demo` runs it; `hybrid run --nproc 4 -m hybrid.demo.train` and
+torchrun do, too.
+
+The strategy is the file given to `hybrid run --strategy`, or the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+
+import psutil
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, Subset
+
+import hybrid
+from hybrid.demo.corpus import ByteWindows, read_corpus
+from hybrid.demo.gpt import GPT
+from hybrid.demo.progress import Finished, Memory, ProgressWriter, Started, StepDone
+
+__all__: list[str] = []
+
+NUM_HELD_OUT_WINDOWS = 96
+MEMORY_EVERY_STEPS = 10
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # bytes [B, T] and the bytes that follow them [B, T]
+
+
+def main() -> None:
+    options = read_options()
+    train_text, held_out_text = read_corpus()
+    train_set = ByteWindows(train_text, length=options.length)
+    held_out_set = evenly_spaced(ByteWindows(held_out_text, length=options.length))
+
+    torch.manual_seed(0)
+    model = hybrid.distributed_model(GPT(max_length=options.length))
+    optimizer = hybrid.distributed_optimizer(
+        torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
+    batches = endless(train_set, options.batch)
+
+    mesh = hybrid.get_mesh()
+    progress = ProgressWriter(rank=mesh.rank)
+    start_loss = evaluate(model, held_out_set, options.batch)
+    if mesh.rank == 0:
+        progress.write(
+            Started(
+                num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+                train_bytes=len(train_text),
+                held_out_bytes=len(held_out_text),
+                held_out_loss=start_loss,
+            )
+        )
+        print(f"held-out loss before training: {start_loss:.3f} nats per byte")
+
+    begun = last = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        with hybrid.trace() as traffic:
+            result = model.train_batch(next(batches), optimizer, lr_scheduler=scheduler, loss_fn=next_byte_loss)
+        now = time.perf_counter()
+        if mesh.rank == 0:
+            done = StepDone(step=step, loss=result.loss.item(), tokens_per_second=result.tokens / (now - last))
+            progress.write(done)
+            if step % 10 == 0 or step == options.steps:
+                print(f"step {step}: loss {done.loss:.3f}, {done.tokens_per_second:,.0f} tokens/s")
+        if step % MEMORY_EVERY_STEPS == 1:
+            progress.write(memory_of(model, mesh.rank))
+        last = now
+    train_seconds = time.perf_counter() - begun
+
+    end_loss = evaluate(model, held_out_set, options.batch)
+    # Gradients live from backward to step only, so the last word on memory comes from between the two.
+    model.train_batch(next(batches), optimizer, loss_fn=next_byte_loss, step=False)
+    progress.write(memory_of(model, mesh.rank))
+    if mesh.rank == 0:
+        print(f"held-out loss after training: {end_loss:.3f} nats per byte")
+        progress.write(Finished(held_out_loss=end_loss, sent_bytes=traffic.sent_bytes(), train_seconds=train_seconds))
+    hybrid.shutdown()
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m hybrid.demo.train", description="A byte-level GPT.")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
+    parser.add_argument("--length", type=int, default=64, help="bytes per sequence")
+    parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate")
+    return parser.parse_args()
+
+
+def evenly_spaced(windows: ByteWindows) -> Subset[Batch]:
+    """A few windows from all over the held-out text."""
+    num_kept = min(NUM_HELD_OUT_WINDOWS, len(windows))
+    return Subset(windows, [index * len(windows) // num_kept for index in range(num_kept)])
+
+
+def endless(dataset: ByteWindows, batch_size: int) -> Iterator[Batch]:
+    """This rank's batches, epoch after epoch."""
+    sampler = hybrid.DistributedBatchSampler(dataset, batch_size, shuffle=True, drop_last=True, seed=0)
+    loader: DataLoader[Batch] = DataLoader(dataset, batch_sampler=sampler)
+    while True:
+        yield from loader
+
+
+def evaluate(model: torch.nn.Module, dataset: Subset[Batch], batch_size: int) -> float:
+    """Mean loss over the whole set, each sample once, whatever the number of ranks."""
+    sampler = hybrid.DistributedBatchSampler(dataset, batch_size)
+    loss_sum, num_bytes = 0.0, 0.0
+    for batch in DataLoader(dataset, batch_sampler=sampler):
+        result = model.eval_batch(batch, loss_fn=next_byte_loss)
+        loss_sum += result.loss.item() * result.count.item()
+        num_bytes += result.count.item()
+    return loss_sum / num_bytes
+
+
+def next_byte_loss(logits_BTV: torch.Tensor, next_BT: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits_BTV.flatten(0, 1), next_BT.flatten())
+
+
+def lr_factor(step: int, num_steps: int) -> float:
+    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth."""
+    warm_up = max(1, num_steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / max(1, num_steps - warm_up)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+def memory_of(model: torch.nn.Module, rank: int) -> Memory:
+    live = model.memory_bytes()
+    return Memory(
+        rank=rank,
+        parameter_bytes=live["parameters"],
+        gradient_bytes=live["gradients"],
+        optimizer_bytes=live["optimizer_state"],
+        resident_bytes=psutil.Process().memory_info().rss,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Every exception that a user of `hybrid` can meet.
+
+    HybridError                      catch this to catch all of them
+    ├── StrategyError  (ValueError)  a setting is wrong, contradicts another, or cannot work on this world size
+    ├── LaunchError    (RuntimeError) the launch variables or the start of the process group are wrong
+    ├── ModelError     (ValueError)  this model cannot be trained under this strategy
+    ├── OptimizerError (ValueError)  this optimizer cannot be used with this model or strategy
+    ├── BatchError     (ValueError)  a batch does not have the form that the call needs
+    ├── GradientAccessError (RuntimeError) a gradient was read that lives, reduced, in another place
+    └── CollectiveError (RuntimeError) ranks did not meet in a collective, or one of them is gone
+
+A message says what, both numbers, which parameter, axis or rank, and the nearest fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "BatchError",
+    "CollectiveError",
+    "GradientAccessError",
+    "HybridError",
+    "LaunchError",
+    "ModelError",
+    "OptimizerError",
+    "StrategyError",
+]
+
+
+class HybridError(Exception):
+    """Base class of every error that `hybrid` raises on purpose."""
+
+
+class StrategyError(HybridError, ValueError):
+    """One or more settings are wrong; `problems` holds one sentence for each of them."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        if len(self.problems) == 1:
+            text = self.problems[0]
+        else:
+            lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+            text = f"{len(self.problems)} problems in the strategy:{lines}"
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type[StrategyError], tuple[tuple[str, ...]]]:
+        return (type(self), (self.problems,))
+
+
+class LaunchError(HybridError, RuntimeError):
+    """A launch variable is missing, contradictory or impossible, or the processes could not meet."""
+
+
+class ModelError(HybridError, ValueError):
+    """The model cannot be trained under this strategy; the message names the module or parameter."""
+
+
+class OptimizerError(HybridError, ValueError):
+    """The optimizer cannot be used with this model or strategy."""
+
+
+class BatchError(HybridError, ValueError):
+    """The batch does not have the form or the size that the call needs."""
+
+
+class GradientAccessError(HybridError, RuntimeError):
+    """`p.grad` was used after the gradient had been reduced and cut; the message says how to read it."""
+
+
+class CollectiveError(HybridError, RuntimeError):
+    """A collective did not complete: a rank is gone, or not all ranks entered it within the timeout."""

@@ -1,0 +1,154 @@
+"""What `hybrid run` is asked to start, checked as a whole before any process exists."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybrid.errors import LaunchError
+from hybrid.launch.variables import LOG_DIR_VARIABLE, PARENT_VARIABLE, STRATEGY_VARIABLE
+from hybrid.strategy import DistributedStrategy
+
+__all__ = ["GRACE_SECONDS", "LaunchJob", "threads_per_rank"]
+
+# From the signal to end (Ctrl-C, or the first failure) until ranks that are still there are killed.
+# torchrun's own 30 s would make every hang half a minute longer.
+GRACE_SECONDS = 5
+DEFAULT_MASTER_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchJob:
+    """One script on `num_nodes * num_processes` ranks; this process starts the ranks of one node."""
+
+    script: str  # path of a script, or the name of a module
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    num_processes: int = 1  # per node
+    num_nodes: int = 1
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_endpoint: str | None = None
+    strategy: Path | None = None
+    log_dir: Path = Path("hybrid_logs")
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the workers' own
+    show_output: bool = True  # whether rank 0's output is shown while it runs
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.num_processes
+
+    def check(self) -> None:
+        """Raise LaunchError with all that is wrong, or StrategyError if the strategy cannot work here."""
+        problems = [*self._problems_of_nodes(), *self._problems_of_files()]
+        if problems:
+            raise LaunchError("; ".join(problems))
+        if self.strategy is not None:
+            DistributedStrategy.load(self.strategy).resolve(self.world_size)
+
+    def _problems_of_nodes(self) -> list[str]:
+        problems = []
+        if self.num_processes < 1:
+            problems.append(f"--nproc is {self.num_processes}; expected 1 or more")
+        if self.num_nodes < 1:
+            problems.append(f"--nnodes is {self.num_nodes}; expected 1 or more")
+        if self.master_port is not None and not 0 < self.master_port < 65536:
+            problems.append(f"--master-port is {self.master_port}; expected 1..65535")
+        given = {
+            "--node-rank": self.node_rank,
+            "--master-addr": self.master_addr,
+            "--master-port": self.master_port,
+            "--rdzv-endpoint": self.rdzv_endpoint,
+        }
+        named = [name for name, value in given.items() if value is not None]
+        if self.num_nodes == 1 and named:
+            problems.append(f"{', '.join(named)} given with --nnodes 1, where it has no effect; leave it out")
+        if self.num_nodes > 1 and self.rdzv_endpoint is not None:
+            others = [name for name in named if name != "--rdzv-endpoint"]
+            if others:
+                problems.append(
+                    f"--rdzv-endpoint {self.rdzv_endpoint} given with {', '.join(others)}: the meeting point "
+                    "hands out the node ranks itself; give one or the other"
+                )
+        elif self.num_nodes > 1:
+            missing = [name for name in ("--node-rank", "--master-addr") if given[name] is None]
+            if missing:
+                problems.append(
+                    f"--nnodes {self.num_nodes} needs {' and '.join(missing)} "
+                    f"(0..{self.num_nodes - 1}; the address of node 0), or --rdzv-endpoint HOST:PORT"
+                )
+            if self.node_rank is not None and not 0 <= self.node_rank < self.num_nodes:
+                problems.append(f"--node-rank is {self.node_rank}; expected 0..{self.num_nodes - 1}")
+        return problems
+
+    def _problems_of_files(self) -> list[str]:
+        problems = []
+        if not self.is_module and not Path(self.script).exists():
+            problems.append(f"script {self.script} does not exist (looked in {Path.cwd()})")
+        inherited = os.environ.get(STRATEGY_VARIABLE)
+        if inherited and self.strategy is not None and Path(inherited).resolve() != self.strategy.resolve():
+            problems.append(
+                f"--strategy is {self.strategy} and the environment variable {STRATEGY_VARIABLE} is "
+                f"{inherited}; give one of them"
+            )
+        return problems
+
+    def torchrun_arguments(self) -> list[str]:
+        """What follows `torchrun` on the command line."""
+        arguments = [
+            f"--nnodes={self.num_nodes}",
+            f"--nproc-per-node={self.num_processes}",
+            f"--shutdown-timeout={GRACE_SECONDS - 1}",
+            f"--log-dir={os.devnull}",  # the workers write their own logs, named by global rank
+        ]
+        if self.num_nodes == 1:
+            # Without --local-addr the workers are told this machine's full name, which need not resolve.
+            arguments += ["--standalone", "--local-addr=127.0.0.1"]
+        elif self.rdzv_endpoint is not None:
+            arguments += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rdzv_endpoint}", "--rdzv-id=hybrid"]
+        else:
+            arguments += [
+                "--rdzv-backend=static",
+                f"--node-rank={self.node_rank}",
+                f"--master-addr={self.master_addr}",
+                f"--master-port={self.master_port or DEFAULT_MASTER_PORT}",
+            ]
+        arguments += ["--module", "hybrid.launch.worker"]
+        return [*arguments, *(["-m"] if self.is_module else []), self.script, *self.arguments]
+
+    def worker_environment(self, log_dir: Path) -> dict[str, str]:
+        """The environment of torchrun and, through it, of every rank."""
+        environment = {**os.environ, **self.environment}
+        environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(self.num_processes)))
+        environment[LOG_DIR_VARIABLE] = str(log_dir)
+        environment[PARENT_VARIABLE] = str(os.getpid())
+        if self.strategy is not None:
+            environment[STRATEGY_VARIABLE] = str(self.strategy.resolve())
+        return environment
+
+    def new_log_dir(self, timestamp: str) -> Path:
+        """A fresh folder for one run; never one that an earlier run has written to."""
+        name = timestamp
+        if self.num_nodes > 1:
+            name += f"-{socket.gethostname()}" if self.node_rank is None else f"-node{self.node_rank}"
+        base = self.log_dir.resolve()
+        for attempt in range(1, 1000):
+            folder = base / (name if attempt == 1 else f"{name}-{attempt}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise LaunchError(f"log folder {folder} cannot be made: {error}; choose --log-dir") from error
+            return folder
+        raise LaunchError(f"log folder {base / name} and 999 numbered ones exist; choose --log-dir")
+
+
+def threads_per_rank(num_processes: int) -> int:
+    """An equal part of the cores this process may use: more threads than cores would only wait."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_processes)

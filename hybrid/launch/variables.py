@@ -1,0 +1,9 @@
+"""Environment variables by which the launcher, torchrun and the ranks tell each other things."""
+
+from __future__ import annotations
+
+__all__ = ["LOG_DIR_VARIABLE", "PARENT_VARIABLE", "STRATEGY_VARIABLE"]
+
+STRATEGY_VARIABLE = "HYBRID_STRATEGY"  # file that `distributed_model` takes when it is given no strategy
+LOG_DIR_VARIABLE = "HYBRID_LOG_DIR"  # folder of this run's logs
+PARENT_VARIABLE = "HYBRID_PARENT_PID"  # the process whose end also ends the one that reads it

@@ -1,0 +1,176 @@
+"""The processes of the job and their groups over the axes of a layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hybrid.collectives.group import Group
+from hybrid.collectives.ops import all_gather_object
+from hybrid.collectives.rendezvous import open_store
+from hybrid.contracts.layout import Layout
+from hybrid.errors import LaunchError
+from hybrid.launch.check_in import check_in
+from hybrid.launch.environment import LaunchEnvironment
+
+__all__ = ["Mesh", "running_world_size", "start_process_group", "stop_process_group"]
+
+WORLD = "world"
+
+
+class Mesh:
+    """This process's place in the layout and its process groups.
+
+    Groups are made by `prepare`, by all ranks in one order: making one later, by some ranks only, would hang.
+    """
+
+    def __init__(self, layout: Layout, *, timeout_seconds: float) -> None:
+        world_size = dist.get_world_size()
+        if layout.world_size != world_size:
+            product = " * ".join(f"{axis.name} {axis.size}" for axis in layout.axes)
+            raise LaunchError(
+                f"the layout is for {layout.world_size} processes ({product}), but WORLD_SIZE={world_size}; "
+                f"start {layout.world_size} processes or resolve the strategy for {world_size}"
+            )
+        self.layout = layout
+        self.timeout_seconds = timeout_seconds
+        self.rank = dist.get_rank()
+        self.world_size = world_size
+        self.backend = _backend()
+        self.device = _device(self.backend, self.rank)
+        self._coordinate = layout.coordinate(self.rank)
+        self._groups: dict[frozenset[str], Group] = {}
+        everyone = tuple(range(world_size))
+        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
+            everyone: dist.group.WORLD if world_size > 1 else None
+        }
+        self.world = self._make_group(everyone, WORLD)
+
+    def degree(self, axis: str) -> int:
+        return self.layout.degree(axis)
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place on the axis; 0 where the layout does not list it."""
+        return self._coordinate.get(axis, 0)
+
+    def group_ranks(self, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from this one in these axes only, this one included."""
+        return self.layout.group_ranks(self.rank, axes)
+
+    def prepare(self, axis_sets: Iterable[Sequence[str]]) -> None:
+        """Make the groups over each set of axes. All ranks call this with the same list.
+
+        Sets whose groups hold the same ranks share a process group; a group of one rank gets none (an
+        NCCL communicator costs about half a gigabyte).
+        """
+        for axes in axis_sets:
+            key = frozenset(axes)
+            if key in self._groups:
+                continue
+            for ranks in self.layout.groups(axes):
+                if len(ranks) > 1 and ranks not in self._process_groups:
+                    self._process_groups[ranks] = dist.new_group(
+                        ranks, timeout=timedelta(seconds=self.timeout_seconds), backend=self.backend
+                    )
+            label = "+".join(name for name in self.layout.axis_names if name in key)
+            self._groups[key] = self._make_group(self.group_ranks(*axes), label)
+
+    def group(self, *axes: str) -> Group:
+        """The group of this rank over `axes`, which `prepare` made."""
+        made = self._groups.get(frozenset(axes))
+        assert made is not None, f"no group over {axes}: Mesh.prepare was not given these axes"
+        return made
+
+    def _make_group(self, ranks: tuple[int, ...], axis: str) -> Group:
+        return Group(
+            process_group=self._process_groups[ranks] if len(ranks) > 1 else None,
+            ranks=ranks,
+            rank=ranks.index(self.rank),
+            axis=axis,
+            backend=self.backend,
+            timeout_seconds=self.timeout_seconds,
+        )
+
+
+def _device(backend: str, rank: int) -> torch.device:
+    if backend != "nccl":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_process_group(
+    environment: LaunchEnvironment | None, *, timeout_seconds: float, agreement: str
+) -> LaunchEnvironment | None:
+    """Start the default process group: NCCL where CUDA is, else gloo. Returns the environment, completed.
+
+    The processes first compare their ranks, world sizes and `agreement` (the digest of the strategy); any
+    contradiction, or a rank that does not come, is a LaunchError on all of them within the timeout. A default
+    process group that somebody started already is taken as it is. A process that runs alone is a world of one.
+    """
+    if dist.is_initialized():
+        _compare_agreement(agreement, timeout_seconds=timeout_seconds)
+        return environment
+    assert environment is not None, "only a group that runs already needs no launch variables"
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    store: dist.Store = dist.HashStore()
+    if environment.launched:
+        store, keeps_store = open_store(environment, timeout_seconds=timeout_seconds)
+        environment = check_in(
+            store,
+            environment,
+            agreement=agreement,
+            timeout_seconds=timeout_seconds,
+            keeps_store=keeps_store,
+        )
+    if backend == "nccl":
+        torch.cuda.set_device(environment.local_rank)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    return environment
+
+
+def _compare_agreement(agreement: str, *, timeout_seconds: float) -> None:
+    """The check of the digests where the group was started by somebody else, without our check-in."""
+    everyone = tuple(range(dist.get_world_size()))
+    world = Group(
+        process_group=dist.group.WORLD if len(everyone) > 1 else None,
+        ranks=everyone,
+        rank=dist.get_rank(),
+        axis=WORLD,
+        backend=_backend(),
+        timeout_seconds=timeout_seconds,
+    )
+    digests = all_gather_object(agreement, group=world)
+    if len(set(digests)) > 1:
+        said = "; ".join(
+            f"digest {digest or 'none'} on rank {', '.join(str(r) for r in everyone if digests[r] == digest)}"
+            for digest in dict.fromkeys(digests)
+        )
+        raise LaunchError(f"the strategies differ: {said}; expected the same strategy on all processes")
+
+
+def _backend() -> str:
+    return "nccl" if "nccl" in dist.get_backend() else "gloo"
+
+
+def running_world_size() -> int | None:
+    """Size of the default process group if somebody has started one, else None."""
+    return dist.get_world_size() if dist.is_initialized() else None
+
+
+def stop_process_group() -> None:
+    """Leave the default process group and all groups made from it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,232 @@
+"""A bucket: one flat buffer of parameters, the gradients that belong to it, and the shard this rank owns.
+
+Lifetime of the buffers, B = bytes of the bucket, N = ranks of the shard group:
+
+    data         parameters, B. The model's parameters are views into it, for ever.
+    local        this rank's gradients since the last reduction, B. Born with the first gradient, gone with
+                 the reduction.
+    raw          sum over the ranks of what has been reduced since the last settlement, B/N, not yet scaled.
+    settled      the gradient that the optimizer sees, B/N, times `scale`. Lives until zero_grad.
+    master       fp32 copy of the own shard, B/N elements, only if the parameters are of lower precision.
+
+At stage 0 there is one shard, and `local` itself becomes `raw`, then `settled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid.collectives import ops
+from hybrid.contracts.partition import BucketPartition, Slice
+
+__all__ = ["Bucket", "BucketKey", "own_strides"]
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketKey:
+    """What all parameters of a bucket share. `sync_axes`: mesh axes over which gradients are summed."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    sync_axes: tuple[str, ...]
+
+
+def own_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's strides if its elements fill a contiguous range of memory, else those of a contiguous tensor.
+
+    A flat view with these strides keeps channels-last and transposed weights as they are.
+    """
+    span = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    if parameter.numel() == 0 or span == parameter.numel():
+        return parameter.stride()
+    strides: list[int] = []
+    step = 1
+    for size in reversed(parameter.shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+class Bucket:
+    """See the module's docstring. `shard` is this rank's index in the shard group."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        key: BucketKey,
+        partition: BucketPartition,
+        parameters: Sequence[torch.nn.Parameter],
+        shard: int,
+        counts: bool,
+    ) -> None:
+        """
+        Args:
+            index: position in the launch order.
+            parameters: in the order of `partition.entries`.
+            counts: whether this rank counts its shard in sums over the world (one copy of each element does).
+        """
+        self.index = index
+        self.key = key
+        self.partition = partition
+        self.parameters = tuple(parameters)
+        self.shard = shard
+        self.counts = counts
+        self.fqns = tuple(entry.fqn for entry in partition.entries)
+        self.position_of = {fqn: position for position, fqn in enumerate(self.fqns)}
+        device = self.parameters[0].device
+        self.data = torch.zeros(partition.num_elements, dtype=key.dtype, device=device)
+        self._shapes = tuple((tuple(p.shape), own_strides(p)) for p in self.parameters)
+        for position, parameter in enumerate(self.parameters):
+            view = self.view(self.data, position)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
+        self.slices = partition.slices(shard)
+        self.slice_of: dict[str, Slice] = {part.fqn: part for part in self.slices}
+        self.low, self.high = partition.bounds[shard], partition.bounds[shard + 1]
+        own = self.data[self.low : self.high]
+        self.master = own.to(torch.float32, copy=True) if key.dtype in LOW_PRECISION else None
+        gaps = [torch.arange(begin, end, device=device) for begin, end in partition.gaps()]
+        self._gaps = torch.cat(gaps) if gaps else None
+
+        self.local: torch.Tensor | None = None
+        self.filled = [False] * len(self.parameters)
+        self.raw: torch.Tensor | None = None
+        self.settled: torch.Tensor | None = None
+        self.scale: float | torch.Tensor = 1.0
+        # Whether a real gradient has come since zero_grad: here, and on any rank (known after a settlement).
+        self.has_gradient = [False] * len(self.parameters)
+        self.has_gradient_anywhere = [False] * len(self.parameters)
+
+    # -- views -----------------------------------------------------------------------------------------
+
+    def view(self, flat: torch.Tensor, position: int) -> torch.Tensor:
+        """The parameter's shape and strides over a whole flat buffer of this bucket."""
+        shape, strides = self._shapes[position]
+        return flat.as_strided(shape, strides, flat.storage_offset() + self.partition.entries[position].offset_elements)
+
+    def own_data(self) -> torch.Tensor:
+        """The own shard of the parameters: what the optimizer updates, fp32 master or the buffer itself."""
+        return self.data[self.low : self.high] if self.master is None else self.master
+
+    def slice_view(self, shard_buffer: torch.Tensor, part: Slice) -> torch.Tensor:
+        """`part` within a buffer over the own shard: in the parameter's own shape if it is whole, else flat."""
+        begin = part.offset_elements - self.low
+        position = self.position_of[part.fqn]
+        shape, strides = self._shapes[position]
+        if part.num_elements == self.partition.entries[position].num_elements:
+            return shard_buffer.as_strided(shape, strides, shard_buffer.storage_offset() + begin)
+        return shard_buffer[begin : begin + part.num_elements]
+
+    def moved(self) -> str | None:
+        """The fqn of a parameter whose `data` was replaced since wrapping, if there is one."""
+        for fqn, parameter, address in zip(self.fqns, self.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
+                return fqn
+        return None
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    def accumulate(self, position: int, gradient: torch.Tensor) -> None:
+        """Take over one gradient that autograd has just finished; dtype and layout may differ."""
+        if self.local is None:
+            self.local = self.new_gradient_buffer()
+        view = self.view(self.local, position)
+        if self.filled[position]:
+            view.add_(gradient)
+        elif gradient.is_sparse:
+            view.zero_().add_(gradient)
+            self.filled[position] = True
+        else:
+            view.copy_(gradient)
+            self.filled[position] = True
+        self.has_gradient[position] = True
+
+    def new_gradient_buffer(self) -> torch.Tensor:
+        """A whole buffer whose padding is zero and whose parameters' ranges are not written yet."""
+        buffer = torch.empty(self.partition.num_elements, dtype=self.key.grad_dtype, device=self.data.device)
+        if self._gaps is not None:
+            buffer.index_fill_(0, self._gaps, 0)
+        return buffer
+
+    def take_local(self) -> torch.Tensor:
+        """Give the whole gradient buffer away for its reduction; parameters without a gradient count as zero."""
+        buffer = self.local
+        if buffer is None:
+            buffer = torch.zeros(self.partition.num_elements, dtype=self.key.grad_dtype, device=self.data.device)
+        else:
+            for position, filled in enumerate(self.filled):
+                if not filled:
+                    self.view(buffer, position).zero_()
+        self.local = None
+        self.filled = [False] * len(self.parameters)
+        return buffer
+
+    def add_reduced(self, buffer: torch.Tensor) -> None:
+        """Add the own range of a reduced buffer to what has been reduced before, and give the buffer up."""
+        own = buffer[self.low : self.high]
+        if self.raw is not None:
+            self.raw.add_(own)
+        elif self.partition.num_shards == 1:
+            self.raw = own
+            return
+        else:
+            self.raw = own.clone()
+        ops.release(buffer)
+
+    def settle(self, scale: float) -> None:
+        """Turn the sum over ranks into the gradient that the optimizer sees: `scale` times the sum, added to it."""
+        if self.raw is None:
+            return
+        if self.settled is None:
+            self.settled, self.scale = self.raw, scale
+        else:
+            self.apply_scale()
+            self.settled.add_(self.raw, alpha=scale)
+            ops.release(self.raw)
+        self.raw = None
+
+    def apply_scale(self) -> None:
+        """Multiply the settled gradient by its pending factor."""
+        if self.settled is not None and not (isinstance(self.scale, float) and self.scale == 1.0):
+            self.settled.mul_(self.scale)
+        self.scale = 1.0
+
+    def drop(self, position: int) -> None:
+        """Forget one parameter's gradient, as `p.grad = None` does."""
+        self.fill_zero(position)
+        self.has_gradient[position] = self.has_gradient_anywhere[position] = False
+
+    def fill_zero(self, position: int) -> None:
+        """Set one parameter's gradient to zero, but leave it there."""
+        if self.local is not None and self.filled[position]:
+            self.view(self.local, position).zero_()
+        part = self.slice_of.get(self.fqns[position])
+        if part is not None:
+            begin, end = part.offset_elements - self.low, part.offset_elements - self.low + part.num_elements
+            for buffer in (self.raw, self.settled):
+                if buffer is not None:
+                    buffer[begin:end].zero_()
+
+    def drop_all(self) -> None:
+        """Give up every gradient buffer."""
+        for buffer in (self.local, self.raw, self.settled):
+            if buffer is not None:
+                ops.release(buffer)
+        self.local = self.raw = self.settled = None
+        self.scale = 1.0
+        count = len(self.parameters)
+        self.filled = [False] * count
+        self.has_gradient = [False] * count
+        self.has_gradient_anywhere = [False] * count
+
+    def gradient_bytes(self) -> int:
+        """Live bytes of this bucket's gradient buffers."""
+        buffers = (self.local, self.raw, self.settled)
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers if buffer is not None)

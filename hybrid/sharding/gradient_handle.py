@@ -1,0 +1,71 @@
+"""What `p.grad` is while the gradient itself lives in a bucket: right in shape, without memory, and loud.
+
+A user's `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` must never clip nothing, or one rank's part,
+without a word. So `p.grad` is neither None nor a partial value: asking for its shape works, using its values
+raises with the name and the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybrid.errors import GradientAccessError
+from hybrid.sharding.metadata import METADATA_CALLS
+
+__all__ = ["GradientHandle"]
+
+
+class GradientHandle(torch.Tensor):
+    """A tensor of one expanded element that stands for the gradient of the parameter `fqn`."""
+
+    fqn: str
+
+    @staticmethod
+    def of(parameter: torch.Tensor, *, fqn: str) -> GradientHandle:
+        """The handle for one parameter; made once, it costs one element."""
+        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        handle: GradientHandle = one.expand(parameter.shape).as_subclass(GradientHandle)
+        handle.fqn = fqn
+        return handle
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA_CALLS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__" and hasattr(func, "__self__"):
+            name = getattr(func.__self__, "__name__", name)
+        raise GradientAccessError(
+            f"{name}: the gradient of {_first_fqn(args, kwargs)!r} is not in `p.grad`: it is summed over the ranks "
+            "and cut. Clip with model.clip_grad_norm_(max_norm) or model.clip_grad_value_(value), "
+            "read it with hybrid.full_gradient(p) or model.named_gradients() (every rank must call them)"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        return f"<gradient of {self.fqn!r}, shape {shape}: held by hybrid, read it with hybrid.full_gradient(p)>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GradientAccessError(
+            f"the gradient of {self.fqn!r} cannot be saved through `p.grad`; save model.named_gradients() instead"
+        )
+
+
+def _first_fqn(*values: Any) -> str:
+    stack = list(values)
+    while stack:
+        value = stack.pop(0)
+        if isinstance(value, GradientHandle):
+            return value.fqn
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, list | tuple):
+            stack.extend(value)
+    return "a parameter"

@@ -1,0 +1,211 @@
+"""Reduction of gradients: hooks fill the buckets, full buckets are reduced in one fixed order.
+
+A *round* reduces every bucket once, in index order, on every rank. It opens with the first gradient of a
+backward pass outside `no_sync` and is closed when that pass ends: buckets that got no gradient, or not all,
+are reduced then with zeros in the gaps. So the number and order of collectives never depend on which
+parameters a rank happened to use, or on the order in which autograd finished.
+
+    backward         hooks: take the gradient over ──► bucket full and its turn? launch ──► ...
+    end of backward  launch what is left, in order; wait; add own ranges to the accumulators
+
+A gradient that arrives for a bucket already launched in this round (re-entrant recompute, a second backward
+before the first ended) waits in a fresh local buffer for the next round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hybrid import shims
+from hybrid.collectives import ops
+from hybrid.errors import ModelError
+from hybrid.sharding.bucket import Bucket
+from hybrid.sharding.gradient_handle import GradientHandle
+
+__all__ = ["Reducer"]
+
+# Buckets whose collective may be under way while the next one fills: bounds transient memory at two buckets.
+_MAX_IN_FLIGHT = 2
+
+
+class Reducer:
+    """Owns the hooks of all buckets and the state of the current round.
+
+    Args:
+        buckets: in launch order.
+        groups: per bucket, the group over which its gradients are reduced now (the shard group, or every
+            rank that shares the parameter at stage 0) and the group of replicas, reduced once per settlement.
+        overlap: launch during backward; else all at its end.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], *, groups: Sequence[tuple[ops.Group, ops.Group]], overlap: bool
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._groups = tuple(groups)
+        self._overlap = overlap
+        self.synchronise = True
+        self.defer_end = False  # train_batch closes the round itself, right after its own backward
+        self.rounds_since_settlement = 0
+        self._open = False
+        self._next = 0
+        self._missing = [0] * len(self.buckets)
+        self._arrived: list[list[bool]] = [[] for _ in self.buckets]
+        self._in_flight: deque[tuple[Bucket, torch.Tensor, ops.Handle]] = deque()
+        self.handles = {
+            fqn: GradientHandle.of(parameter, fqn=fqn)
+            for bucket in self.buckets
+            for fqn, parameter in zip(bucket.fqns, bucket.parameters, strict=True)
+        }
+        self._nodes: list[torch.autograd.graph.Node] = []
+        self._removers = [
+            remover
+            for bucket in self.buckets
+            for position in range(len(bucket.parameters))
+            for remover in self._install(bucket, position)
+        ]
+
+    # -- hooks -----------------------------------------------------------------------------------------
+
+    def _install(self, bucket: Bucket, position: int) -> tuple[Callable[[], None], ...]:
+        parameter = bucket.parameters[position]
+        fqn = bucket.fqns[position]
+        handle = self.handles[fqn]
+
+        def before_accumulation(gradients: object) -> None:
+            # Autograd gives its own tensor away only if `grad` is None; and if somebody has set it to None or
+            # to another tensor since our handle was put there, that is what plain torch would go on from.
+            current = parameter.grad
+            if current is not handle:
+                self.adopt(bucket, position)
+            parameter.grad = None
+
+        def after_accumulation(_: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None:  # hooks also fire when a custom function returned no gradient
+                if bucket.has_gradient[position]:
+                    parameter.grad = handle
+                self._arrive(bucket, position)
+                return
+            parameter.grad = None
+            bucket.accumulate(position, gradient.detach())
+            parameter.grad = handle
+            self._arrive(bucket, position)
+
+        # On the accumulating node, not on the tensor: a tensor's hooks also run under torch.autograd.grad, which
+        # accumulates nothing. Autograd holds the node weakly, so it is kept here.
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._nodes.append(node)
+        first = node.register_prehook(before_accumulation)
+        second = parameter.register_post_accumulate_grad_hook(after_accumulation)
+        return (first.remove, second.remove)
+
+    def adopt(self, bucket: Bucket, position: int) -> None:
+        """Bring the bucket in line with what the user did to `p.grad`: None drops, a tensor of theirs is refused."""
+        parameter = bucket.parameters[position]
+        current = parameter.grad
+        if current is None:
+            if bucket.has_gradient[position]:
+                bucket.drop(position)
+        elif current is not self.handles[bucket.fqns[position]]:
+            raise ModelError(
+                f"p.grad of {bucket.fqns[position]!r} was set by hand, where hybrid could not see it: this value would "
+                "not be summed over the ranks. Scale the loss or use model.clip_grad_norm_/clip_grad_value_ instead"
+            )
+
+    def adopt_all(self) -> None:
+        for bucket in self.buckets:
+            for position in range(len(bucket.parameters)):
+                self.adopt(bucket, position)
+
+    def remove_hooks(self) -> None:
+        for remove in self._removers:
+            remove()
+
+    # -- rounds ----------------------------------------------------------------------------------------
+
+    def _arrive(self, bucket: Bucket, position: int) -> None:
+        if not self.synchronise:
+            return
+        if not self._open:
+            self._begin()
+            if not self.defer_end:
+                shims.call_at_end_of_backward(self.finish_round)
+        arrived = self._arrived[bucket.index]
+        if not arrived[position]:
+            arrived[position] = True
+            self._missing[bucket.index] -= 1
+            if self._overlap and self._missing[bucket.index] == 0:
+                self._launch_ready()
+
+    def _begin(self) -> None:
+        self._open = True
+        self._next = 0
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self.buckets) and self._missing[self._next] == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._complete_first()
+        bucket = self.buckets[self._next]
+        group, _ = self._groups[self._next]
+        buffer = bucket.take_local()
+        if bucket.partition.num_shards == 1:
+            handle = ops.all_reduce(buffer, group=group, tag=bucket.index)
+        else:
+            handle = ops.reduce_scatter(buffer, bounds=bucket.partition.bounds, group=group, tag=bucket.index)
+        self._in_flight.append((bucket, buffer, handle))
+        self._next += 1
+
+    def _complete_first(self) -> None:
+        bucket, buffer, handle = self._in_flight.popleft()
+        handle.wait()
+        bucket.add_reduced(buffer)
+
+    def finish_round(self) -> None:
+        """Close the round that is open, if one is: launch the rest in order, wait for all of it."""
+        if not self._open:
+            return
+        while self._next < len(self.buckets):
+            self._launch_next()
+        while self._in_flight:
+            self._complete_first()
+        self._open = False
+        self.rounds_since_settlement += 1
+
+    def full_round(self) -> None:
+        """One whole round now, whatever is there: the open one if a round is open, else a new one."""
+        if not self._open:
+            self._begin()
+        self.finish_round()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def has_unreduced(self) -> bool:
+        return any(bucket.local is not None for bucket in self.buckets)
+
+    def reduce_all(self) -> None:
+        """Reduce everything that is still local, and sum over the replicas.
+
+        Every rank makes at least one round per settlement, also one whose backward touched no parameter.
+        """
+        self.finish_round()
+        self.adopt_all()
+        if self.has_unreduced() or self.rounds_since_settlement == 0:
+            self.full_round()
+        self.rounds_since_settlement = 0
+        handles = []
+        for bucket, (_, replicas) in zip(self.buckets, self._groups, strict=True):
+            if replicas.size > 1 and bucket.raw is not None:
+                handles.append(ops.all_reduce(bucket.raw, group=replicas, tag=bucket.index))
+        for handle in handles:
+            handle.wait()

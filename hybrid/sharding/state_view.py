@@ -1,0 +1,115 @@
+"""Whole values of what is cut: gradients and optimizer state under the plain model's names.
+
+Every function here is collective: all ranks of the world call it, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hybrid.collectives import ops
+from hybrid.sharding.bucket import Bucket
+from hybrid.sharding.engine import ShardingEngine
+from hybrid.sharding.optimizer_state import OptimizerShards
+
+__all__ = ["bucket_gradients", "describe", "whole_optimizer_state"]
+
+
+def bucket_gradients(engine: ShardingEngine, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(fqn, whole settled gradient) for each parameter of a bucket; None where no rank has a gradient.
+
+    Sends the bucket once, and holds one whole bucket while it is read.
+    """
+    whole = torch.zeros(bucket.partition.num_elements, dtype=bucket.key.grad_dtype, device=bucket.data.device)
+    if bucket.settled is not None:
+        whole[bucket.low : bucket.high] = bucket.settled * bucket.scale
+    _gather(engine, bucket, whole)
+    for position, fqn in enumerate(bucket.fqns):
+        has_gradient = bucket.has_gradient_anywhere[position]
+        yield fqn, bucket.view(whole, position).clone() if has_gradient else None
+
+
+def whole_optimizer_state(shards: OptimizerShards, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """fqn -> state with whole tensors, as a plain optimizer would hold it. Parameters without state are left out."""
+    engine = shards.engine
+    own: dict[str, dict[str, Any]] = {}
+    for shard in shards.shards():
+        if shard.tensor is not None and shard.tensor in optimizer.state:
+            own[shard.fqn] = optimizer.state[shard.tensor]
+    result: dict[str, dict[str, Any]] = {}
+    for bucket in shards.buckets():
+        group = engine.shard_group(bucket)
+        forms = {
+            fqn: {key: _form(bucket, fqn, value) for key, value in own.get(fqn, {}).items()} for fqn in bucket.fqns
+        }
+        from_all = ops.all_gather_object(forms, group=group)
+        # Keys in the order in which the optimizer made them; ranks that own nothing of a parameter know none.
+        keys = list(dict.fromkeys(key for forms in from_all for fqn in bucket.fqns for key in forms[fqn]))
+        for key in keys:
+            dtypes = {
+                f[fqn][key][1] for f in from_all for fqn in bucket.fqns if f[fqn].get(key, ("", None))[0] == "cut"
+            }
+            for dtype in sorted(dtypes, key=str):
+                whole = torch.zeros(bucket.partition.num_elements, dtype=dtype, device=bucket.data.device)
+                for fqn, part in bucket.slice_of.items():
+                    if forms[fqn].get(key, ("", None)) == ("cut", dtype):
+                        bucket.slice_view(whole[bucket.low : bucket.high], part).copy_(own[fqn][key])
+                _gather(engine, bucket, whole)
+                for position, fqn in enumerate(bucket.fqns):
+                    if any(f[fqn].get(key) == ("cut", dtype) for f in from_all):
+                        result.setdefault(fqn, {})[key] = bucket.view(whole, position).clone()
+            for fqn in bucket.fqns:
+                plain = [f[fqn][key][1] for f in from_all if f[fqn].get(key, ("", None))[0] == "plain"]
+                if plain:
+                    result.setdefault(fqn, {})[key] = plain[0]
+    return result
+
+
+def _form(bucket: Bucket, fqn: str, value: Any) -> tuple[str, Any]:
+    """("cut", dtype) for a tensor shaped like the slice, ("plain", value) for anything else."""
+    part = bucket.slice_of[fqn]
+    shape = tuple(bucket.slice_view(bucket.own_data(), part).shape)
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+        return ("cut", value.dtype)
+    return ("plain", value)
+
+
+def _gather(engine: ShardingEngine, bucket: Bucket, whole: torch.Tensor) -> None:
+    group = engine.shard_group(bucket)
+    if group.size > 1:
+        ops.all_gather(whole, bounds=bucket.partition.bounds, group=group, tag=bucket.index).wait()
+
+
+def describe(engine: ShardingEngine) -> str:
+    """The map parameter -> bucket, range, rank as a plain text table, and the bytes of this rank's buffers."""
+    rows = [("parameter", "shape", "dtype", "bucket", "elements", "owned by shard")]
+    for bucket in engine.buckets:
+        for position, fqn in enumerate(bucket.fqns):
+            entry = bucket.partition.entries[position]
+            owners = []
+            for shard in range(bucket.partition.num_shards):
+                for part in bucket.partition.slices(shard):
+                    if part.fqn == fqn:
+                        owners.append(f"{shard}:[{part.start},{part.stop})")
+            stop = entry.offset_elements + entry.num_elements
+            rows.append(
+                (
+                    fqn,
+                    "×".join(map(str, bucket.parameters[position].shape)) or "scalar",
+                    str(bucket.key.dtype).removeprefix("torch."),
+                    str(bucket.index),
+                    f"[{entry.offset_elements},{stop})",
+                    " ".join(owners) or "(no elements)",
+                )
+            )
+    for fqn, parameter in engine.parameters.items():
+        if fqn not in engine.bucket_of:
+            shape = "×".join(map(str, parameter.shape)) or "scalar"
+            rows.append((fqn, shape, str(parameter.dtype).removeprefix("torch."), "–", "–", "frozen: on every rank"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,32 @@
+"""The private names of torch that have no public equivalent, each with its reason. Checked with torch 2.13.
+
+Nothing else in the package touches a private name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["SCHEDULER_STEP_CALLED", "SCHEDULER_STEP_MARK", "call_at_end_of_backward", "in_backward"]
+
+# torch 2.13: learning-rate schedulers replace `optimizer.step` on the instance by a wrapper that carries this
+# mark and sets this flag. An optimizer whose class already tracks the call carries the mark itself, so that a
+# scheduler built before or after `distributed_optimizer` sees steps and warns only when there were none.
+SCHEDULER_STEP_MARK = "_wrapped_by_lr_sched"
+SCHEDULER_STEP_CALLED = "_opt_called"
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward pass. torch 2.13 has no public way to ask."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once, when the backward pass that is running now ends without an error.
+
+    torch 2.13 has no public hook for this moment; DistributedDataParallel and FSDP2 use the same call. It is
+    not run when the backward raises, so callers must also finish at their next own call.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

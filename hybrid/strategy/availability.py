@@ -1,0 +1,61 @@
+"""What a strategy can say but this version cannot do yet. Building a feature means deleting its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid.strategy.choice import Choice
+
+__all__ = ["not_available"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Missing:
+    setting: str
+    wanted: Callable[[Any], bool]
+    feature: str
+    instead: str
+
+
+def _above_one(value: Any) -> bool:
+    return value not in {None, 1}
+
+
+def _low(value: Any) -> bool:
+    return value in {"bfloat16", "float16"}
+
+
+_LINES = (
+    ("zero_stage", lambda value: value == 3, "ZeRO stage 3", "use stage 2"),
+    ("tp", _above_one, "tensor parallel", "use degree 1"),
+    ("pp", _above_one, "pipeline parallel", "use degree 1"),
+    ("cp", _above_one, "context parallel", "use degree 1"),
+    ("amp", bool, "mixed precision by strategy", "use torch.amp.autocast in your own loop"),
+    ("recompute", bool, "recompute by strategy", "call torch.utils.checkpoint in the model"),
+    ("units", lambda value: value is not None, "the choice of units (for stage 3)", "leave it out"),
+    ("prefetch", lambda value: True, "prefetch (for stage 3)", "leave it out"),
+    ("grad_dtype", _low, "low-precision accumulation by name", "use 'param' or 'float32'"),
+    ("reduce_dtype", _low, "low-precision reduction", "use 'grad' or 'float32'"),
+    ("sequence_parallel", bool, "sequence parallel", "leave it out"),
+    ("schedule", bool, "the choice of a pipeline schedule", "leave it out"),
+    ("virtual_stages", _above_one, "virtual pipeline stages", "leave it out"),
+)
+
+_MISSING = tuple(
+    _Missing(setting=setting, wanted=wanted, feature=feature, instead=instead)
+    for setting, wanted, feature, instead in _LINES
+)
+
+
+def not_available(choices: Mapping[str, Choice]) -> list[str]:
+    """One sentence for each setting that the user gave and that nothing would act on."""
+    return [
+        f"{choices[missing.setting].where} = {choices[missing.setting].value!r}: {missing.feature} is not "
+        f"available yet; {missing.instead}"
+        for missing in _MISSING
+        if missing.setting in choices
+        and choices[missing.setting].origin != "default"
+        and missing.wanted(choices[missing.setting].value)
+    ]

@@ -1,0 +1,68 @@
+"""Settings that would do nothing under the other settings: refused by name, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hybrid.strategy.choice import Choice
+
+if TYPE_CHECKING:
+    from hybrid.strategy.strategy import DistributedStrategy
+
+__all__ = ["check_clipping", "check_effects"]
+
+
+def check_effects(choices: Mapping[str, Choice]) -> list[str]:
+    problems: list[str] = []
+    stage = choices["zero_stage"]
+    at_stage = f"at stage {stage.value}" if stage.where != "sharding" else "while sharding is off"
+
+    gather = choices["overlap_param_gather"]
+    if gather.given and gather.value and stage.value == 0:
+        problems.append(
+            f"{gather.said} does nothing {at_stage}: every rank updates all parameters, so none are "
+            f"gathered; choose stage 1 or 2, or leave it out"
+        )
+    partition = choices["partition"]
+    if partition.given and partition.value != "auto" and stage.value == 0:
+        problems.append(
+            f"{partition.said} does nothing {at_stage}: no state is cut; choose stage 1 or 2, or leave it out"
+        )
+    reduce = choices["grad_reduce"]
+    if reduce.given and stage.value <= 1 and reduce.value != "last_micro_batch":
+        problems.append(
+            f"{reduce.said} does nothing {at_stage}: whole gradients are kept and reduced once "
+            f"per step; choose stage 2, or 'last_micro_batch'"
+        )
+    problems.extend(_check_every_k(reduce, choices["accumulate_steps"]))
+    return problems
+
+
+def _check_every_k(reduce: Choice, steps: Choice) -> list[str]:
+    if not isinstance(reduce.value, int) or steps.value is None or reduce.value <= steps.value:
+        return []
+    source = {"default": " (the default)", "derived": " (derived)", "user": ""}[steps.origin]
+    return [
+        f"{reduce.said} is more than {steps.where} {steps.value}{source}, so it would never come to "
+        f"a reduction within a step; use a number from 1 to {steps.value}, or 'last_micro_batch'"
+    ]
+
+
+def check_clipping(strategy: DistributedStrategy) -> list[str]:
+    clip = strategy.gradient_clipping
+    if clip is None:
+        return []
+    if clip.max_norm is None and clip.clip_value is None:
+        return ["gradient_clipping: neither max_norm nor clip_value is given; give one, or None to switch it off"]
+    if clip.max_norm is not None and clip.clip_value is not None:
+        return [
+            f"gradient_clipping: max_norm = {clip.max_norm:g} and clip_value = {clip.clip_value:g} are two ways to "
+            f"clip; keep one"
+        ]
+    if clip.clip_value is not None and clip.is_set("norm_type"):
+        return [
+            f"gradient_clipping.norm_type = {clip.norm_type:g} does nothing with clip_value; leave it out, or clip by "
+            f"max_norm"
+        ]
+    return []

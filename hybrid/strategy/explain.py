@@ -1,0 +1,225 @@
+"""Every value of a strategy with where it came from, as rows; as a plain text table; as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from hybrid.contracts.layout import AXES, Layout
+from hybrid.errors import StrategyError
+from hybrid.strategy.choice import Choice
+from hybrid.strategy.gather import FLAGS
+from hybrid.strategy.resolve import WorkedOut, work_out
+from hybrid.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hybrid.strategy.strategy import DistributedStrategy
+
+__all__ = ["Explanation", "Row", "explanation"]
+
+_SECTIONS: dict[str, tuple[str, ...]] = {
+    "layout": ("pp", "dp_replicate", "shard_size", "cp", "tp", "order"),
+    "sharding": (
+        "zero_stage",
+        "bucket_bytes",
+        "overlap_comm",
+        "overlap_param_gather",
+        "grad_reduce",
+        "grad_dtype",
+        "reduce_dtype",
+        "partition",
+        "units",
+        "prefetch",
+    ),
+    "batch": ("micro_batch_size", "accumulate_steps", "global_batch_size", "loss_reduction"),
+    "clipping": ("max_norm", "norm_type", "clip_value"),
+    "run": ("seed", "timeout_seconds"),
+}
+# Details of features: shown when the feature is on.
+_DETAILS = {
+    "amp": (
+        "amp_dtype",
+        "amp_level",
+        "amp_custom_fp32",
+        "amp_init_loss_scaling",
+        "amp_growth_interval",
+        "amp_growth_factor",
+        "amp_backoff_factor",
+    ),
+    "recompute": ("recompute_units", "recompute_policy", "recompute_preserve_rng"),
+    "tensor_parallel": ("sequence_parallel",),
+    "pipeline": ("schedule", "virtual_stages"),
+}
+_NAMES = {"shard_size": "dp_shard (shard_size)", "order": "order (outer to inner)"}
+_MOST_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One setting: its section, name, value as text, and origin."""
+
+    section: str
+    setting: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """All rows, the rank groups of each axis, and what else there is to say."""
+
+    world_size: int | None
+    rows: tuple[Row, ...]
+    groups: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    def to_text(self) -> str:
+        head = "strategy" + (f" on {self.world_size} processes" if self.world_size is not None else "")
+        if self.world_size is None:
+            head += " (give world_size to see degrees, rank groups and batch sizes)"
+        widths = [max(len(cell) for cell in column) for column in zip(*map(_cells, self.rows), strict=True)]
+        lines = [head]
+        section = ""
+        for row in self.rows:
+            if row.section != section:
+                section = row.section
+                lines.append(f"\n{section}")
+            name, value, origin = _cells(row)
+            lines.append(f"  {name.ljust(widths[0])}  {value.ljust(widths[1])}  {origin}".rstrip())
+        if self.groups:
+            lines.append("\nrank groups")
+            width = max(len(name) for name, _ in self.groups)
+            lines.extend(f"  {name.ljust(width)}  {text}" for name, text in self.groups)
+        if self.notes:
+            lines.append("\nnotes")
+            lines.extend(f"  - {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "world_size": self.world_size,
+            "settings": [asdict(row) for row in self.rows],
+            "groups": dict(self.groups),
+            "notes": list(self.notes),
+        }
+
+
+def explanation(strategy: DistributedStrategy, world_size: int | None = None) -> Explanation:
+    """Raises `StrategyError` with all problems; a table of values that cannot run would mislead."""
+    result = work_out(strategy, world_size)
+    if result.problems:
+        raise StrategyError(result.problems)
+    return Explanation(
+        world_size=result.world_size,
+        rows=tuple(rows(result)),
+        groups=tuple(_groups(result.layout)) if result.layout is not None else (),
+        notes=result.remarks,
+    )
+
+
+def _cells(row: Row) -> tuple[str, str, str]:
+    return row.setting, row.value, row.origin
+
+
+def rows(result: WorkedOut) -> Iterator[Row]:
+    for flag in FLAGS:
+        choice = result.features[flag]
+        yield Row(section="features", setting=flag, value="on" if choice.value else "off", origin=_origin(choice))
+        if choice.value:
+            for name in _DETAILS.get(flag, ()):
+                yield _row("features", f"  {name}", name, result)
+    for section, names in _SECTIONS.items():
+        for name in names:
+            yield _row(section, _NAMES.get(name, name), name, result)
+        if section == "layout" and result.data_parallel_size is not None:
+            yield Row(
+                section=section,
+                setting="data-parallel size",
+                value=str(result.data_parallel_size),
+                origin="derived: dp_replicate × dp_shard",
+            )
+    for path, value, note in result.gathered.fleet:
+        yield Row(section="Fleet's fields", setting=path, value=_plain(value), origin=f"user: {note}")
+
+
+def _row(section: str, title: str, name: str, result: WorkedOut) -> Row:
+    choice = result.choices[name]
+    return Row(section=section, setting=title, value=_value(name, choice, result.choices), origin=_origin(choice))
+
+
+def _origin(choice: Choice) -> str:
+    if choice.origin == "user":
+        return f"user: {choice.where}"
+    if choice.origin == "derived":
+        return f"derived: {choice.why}"
+    return f"default ({choice.why})" if choice.why else "default"
+
+
+_OPEN = {
+    "pp": "1",
+    "cp": "1",
+    "tp": "1",
+    "dp_replicate": "follows from the world size",
+    "shard_size": "all data-parallel ranks",
+    "order": ", ".join(AXES),
+    "micro_batch_size": "as the batches given",
+    "global_batch_size": "as the batches given",
+    "accumulate_steps": "follows from the world size",
+    "units": "blocks of the model",
+    "max_norm": "off",
+    "clip_value": "off",
+    "seed": "not set",
+}
+
+
+def _value(name: str, choice: Choice, choices: Mapping[str, Choice]) -> str:
+    value = choice.value
+    if name == "shard_size" and choices["zero_stage"].value == 0:
+        return "1"
+    if name in {"dp_replicate", "shard_size", "pp", "tp", "cp"} and value == -1:
+        return "follows from the world size"
+    if name in {"units", "prefetch"} and choices["zero_stage"].value < 3:
+        return "not used before stage 3"
+    if value is None:
+        return _OPEN.get(name, "none")
+    if name == "bucket_bytes":
+        return f"{value} ({format_bytes(value)})"
+    if name == "timeout_seconds":
+        return f"{value:g} ({format_seconds(value)})"
+    if name == "partition" and value == "auto":
+        return "by the optimizer"
+    if name == "norm_type" and choices["max_norm"].value is None:
+        return f"{value:g} (if clipping by norm)"
+    return _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _groups(layout: Layout) -> Iterator[tuple[str, str]]:
+    """The groups of each axis above 1, and of data parallel as a whole where it has two axes."""
+    wanted: list[tuple[str, ...]] = [(axis.name,) for axis in layout.axes if axis.size > 1]
+    wanted += [
+        pair
+        for pair in combinations(layout.axis_names, 2)
+        if set(pair) == {"dp_replicate", "dp_shard"} and all(layout.degree(axis) > 1 for axis in pair)
+    ]
+    for axes in wanted:
+        groups = layout.groups(axes)
+        shown = " ".join(_ranks(group) for group in groups[:_MOST_GROUPS])
+        more = f" … ({len(groups)} groups)" if len(groups) > _MOST_GROUPS else ""
+        yield " × ".join(axes), shown + more
+
+
+def _ranks(group: tuple[int, ...]) -> str:
+    """`(0 1 2 3)`, or with a stride where that is shorter: `(0 4 … 60)`."""
+    if len(group) <= _MOST_GROUPS:
+        return f"({' '.join(map(str, group))})"
+    return f"({group[0]} {group[1]} {group[2]} … {group[-1]}: {len(group)} ranks)"

@@ -1,0 +1,104 @@
+"""A strategy worked out for one world size: every value decided, nothing left to interpret."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid.contracts.layout import Layout
+from hybrid.units import format_bytes, format_seconds
+
+__all__ = ["GradientClipping", "ResolvedStrategy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientClipping:
+    """How gradients are clipped: by their global norm, or element by element."""
+
+    kind: Literal["norm", "value"]
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "value":
+            return f"every element to ±{self.clip_value:g}"
+        return f"global {self.norm_type:g}-norm to {self.max_norm:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedStrategy:
+    """All settings as the runtime uses them. Made by `DistributedStrategy.resolve`."""
+
+    world_size: int
+    layout: Layout
+    data_parallel_size: int
+    """dp_replicate × dp_shard: the ranks that get different samples."""
+    zero_stage: int
+    """0 when sharding is off."""
+    shard_size: int
+    """Ranks that hold one copy of the cut state; 1 at stage 0."""
+    bucket_bytes: int
+    overlap_comm: bool
+    overlap_param_gather: bool
+    grad_reduce: Literal["every_micro_batch", "last_micro_batch"] | int
+    grad_dtype: Literal["float32", "bfloat16", "float16", "param"]
+    reduce_dtype: Literal["float32", "bfloat16", "float16", "grad"]
+    partition: Literal["auto", "element", "parameter"]
+    """`auto` is decided by the optimizer, when it is wrapped."""
+    units: tuple[str, ...] | None
+    prefetch: int
+    micro_batch_size: int | None
+    accumulate_steps: int
+    global_batch_size: int | None
+    gradient_clipping: GradientClipping | None
+    loss_reduction: Literal["mean", "sum"]
+    seed: int | None
+    timeout_seconds: float
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """The plan in a few lines."""
+        cut = {
+            0: "nothing cut",
+            1: "optimizer state cut",
+            2: "gradients and optimizer state cut",
+            3: "parameters, gradients and optimizer state cut",
+        }[self.zero_stage]
+        replicas = self.data_parallel_size // self.shard_size
+        lines = [
+            f"world       {self.world_size} = {self.layout.describe()}",
+            f"sharding    ZeRO stage {self.zero_stage} ({cut}); {replicas} × {self.shard_size} ranks "
+            f"(replicas × shard_size)",
+            f"traffic     buckets of {format_bytes(self.bucket_bytes)}; overlap {_switch(self.overlap_comm)}; "
+            f"parameter gather {'in the next forward' if self.overlap_param_gather else 'at the end of the step'}; "
+            f"gradients reduced {_reduction(self.grad_reduce)}",
+            f"types       gradients accumulated in {self.grad_dtype}, sent in "
+            f"{self.grad_dtype if self.reduce_dtype == 'grad' else self.reduce_dtype}",
+            f"batch       {_batch(self)}",
+            f"clipping    {self.gradient_clipping or 'off'}",
+            f"loss        {self.loss_reduction} over samples; seed {'not set' if self.seed is None else self.seed}; "
+            f"timeout {format_seconds(self.timeout_seconds)}",
+            *(f"note        {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+def _switch(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _reduction(grad_reduce: str | int) -> str:
+    if isinstance(grad_reduce, int):
+        return f"every {grad_reduce} micro-batches"
+    return {"every_micro_batch": "every micro-batch", "last_micro_batch": "once per step"}[grad_reduce]
+
+
+def _batch(resolved: ResolvedStrategy) -> str:
+    if resolved.global_batch_size is None:
+        many = "es" if resolved.accumulate_steps > 1 else ""
+        return f"{resolved.accumulate_steps} micro-batch{many} per step; sizes follow the batches given"
+    return (
+        f"global {resolved.global_batch_size} = micro {resolved.micro_batch_size} × accumulate "
+        f"{resolved.accumulate_steps} × data-parallel {resolved.data_parallel_size}"
+    )

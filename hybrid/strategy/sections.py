@@ -1,0 +1,241 @@
+"""The sections of a strategy: which settings there are, their types and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from hybrid.errors import StrategyError
+from hybrid.strategy.settings import Section
+from hybrid.strategy.values import (
+    Boolean,
+    ByteCount,
+    Count,
+    Degree,
+    Dtype,
+    GradDtype,
+    GradReduce,
+    Names,
+    Order,
+    PositiveOrInfinite,
+    ReduceDtype,
+    WholeFromZero,
+    one_of,
+    whole,
+)
+
+__all__ = [
+    "AmpConfigs",
+    "GradientClippingConfigs",
+    "GradientMergeConfigs",
+    "GradientScaleConfigs",
+    "HybridConfigs",
+    "HybridMpConfigs",
+    "HybridPpConfigs",
+    "HybridShardingConfigs",
+    "PipelineConfigs",
+    "RecomputeConfigs",
+    "ShardingConfigs",
+    "TensorParallelConfigs",
+]
+
+ZeroStage = Annotated[
+    Literal[0, 1, 2, 3],
+    BeforeValidator(whole(0, 3)),
+    WithJsonSchema({"type": "integer", "enum": [0, 1, 2, 3]}),
+]
+Partition = Annotated[Literal["auto", "element", "parameter"], BeforeValidator(one_of("auto", "element", "parameter"))]
+Schedule = Annotated[
+    Literal["gpipe", "1f1b", "interleaved"],
+    BeforeValidator(one_of("gpipe", "1f1b", "interleaved", synonyms={"fthenb": "gpipe", "vpp": "interleaved"})),
+]
+
+
+class ShardingConfigs(Section):
+    """ZeRO: what is cut over the data-parallel ranks, and how its traffic runs. Needs `sharding = True`."""
+
+    PATH: ClassVar[str] = "sharding_configs"
+    ALIASES: ClassVar[Mapping[str, str]] = {"sharding_degree": "shard_size"}
+
+    stage: ZeroStage = 1
+    """What each rank keeps only its part of: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    shard_size: Degree | None = None
+    """Data-parallel ranks that together hold one copy of the cut state; all of them if not given (or -1)."""
+    bucket_bytes: ByteCount = 25 * 2**20
+    """Size towards which parameters are grouped for one collective."""
+    overlap_comm: Boolean = True
+    """Reduce gradients while backward goes on."""
+    overlap_param_gather: Boolean = False
+    """Gather updated parameters during the next forward instead of at the end of the step (`train_batch`)."""
+    grad_reduce: GradReduce = "auto"
+    """When gradients are reduced under accumulation: every micro-batch, the last one, or every k-th."""
+    grad_dtype: GradDtype = "float32"
+    """Type in which gradients are accumulated; `param` is that of the parameters."""
+    reduce_dtype: ReduceDtype = "grad"
+    """Type in which gradients are sent; `grad` is that in which they are accumulated."""
+    partition: Partition = "auto"
+    """How state is cut: anywhere (`element`), or each parameter whole to one rank (`parameter`)."""
+    units: Names | None = None
+    """Class names of the modules that are gathered and freed as a whole."""
+    prefetch: WholeFromZero = 1
+    """Units gathered ahead of the one that computes."""
+
+
+class TensorParallelConfigs(Section):
+    """Weights cut inside layers. Needs `tensor_parallel = True`."""
+
+    PATH: ClassVar[str] = "tensor_parallel_configs"
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel_degree": "degree",
+        "mp_degree": "degree",
+        "tp_degree": "degree",
+    }
+
+    degree: Degree | None = None
+    """Ranks over which each layer is cut."""
+    sequence_parallel: Boolean = False
+    """Also cut the activations between the layers, along the sequence."""
+
+
+class PipelineConfigs(Section):
+    """Layers spread over stages. Needs `pipeline = True`."""
+
+    PATH: ClassVar[str] = "pipeline_configs"
+    ALIASES: ClassVar[Mapping[str, str]] = {"pp_degree": "degree", "schedule_mode": "schedule"}
+
+    degree: Degree | None = None
+    """Number of stages."""
+    accumulate_steps: Count | None = None
+    """Micro-batches per optimizer step; the same setting as the strategy's own `accumulate_steps`."""
+    micro_batch_size: Count | None = None
+    """Samples per micro-batch; the same setting as the strategy's own `micro_batch_size`."""
+    schedule: Schedule = "1f1b"
+    """Order of forwards and backwards on each stage."""
+    virtual_stages: Count = 1
+    """Chunks of layers on each stage."""
+
+
+class AmpConfigs(Section):
+    """Mixed precision. Needs `amp = True`."""
+
+    PATH: ClassVar[str] = "amp_configs"
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "incr_every_n_steps": "growth_interval",
+        "incr_ratio": "growth_factor",
+        "decr_ratio": "backoff_factor",
+        "custom_black_list": "custom_fp32",
+    }
+
+    dtype: Dtype = "bfloat16"
+    """Type in which the model computes."""
+    level: Annotated[Literal["O1", "O2"], BeforeValidator(one_of("O1", "O2"))] = "O1"
+    """O1 casts in each operation; O2 keeps low-precision weights and fp32 masters."""
+    custom_fp32: Names | None = None
+    """Names or classes of the modules that compute in fp32."""
+    init_loss_scaling: PositiveOrInfinite = 65536.0
+    """First loss scale (float16)."""
+    growth_interval: Count = 2000
+    """Steps without overflow after which the loss scale grows."""
+    growth_factor: PositiveOrInfinite = 2.0
+    """Factor by which it grows."""
+    backoff_factor: PositiveOrInfinite = 0.5
+    """Factor by which it shrinks after an overflow."""
+
+
+class RecomputeConfigs(Section):
+    """Activations computed again in backward instead of kept. Needs `recompute = True`."""
+
+    PATH: ClassVar[str] = "recompute_configs"
+
+    units: Names | None = None
+    """Names or classes of the modules whose activations are recomputed."""
+    policy: Annotated[Literal["full", "selective"], BeforeValidator(one_of("full", "selective"))] = "full"
+    """`full` keeps only the inputs; `selective` keeps the results of expensive operations as well."""
+    preserve_rng: Boolean = True
+    """The second forward draws the same random numbers as the first."""
+
+
+class GradientMergeConfigs(Section):
+    """Fleet's name for accumulation over micro-batches. Needs `gradient_merge = True`."""
+
+    PATH: ClassVar[str] = "gradient_merge_configs"
+    ALIASES: ClassVar[Mapping[str, str]] = {"accumulate_steps": "k_steps"}
+
+    k_steps: Count | None = None
+    """Micro-batches per optimizer step; the same setting as the strategy's own `accumulate_steps`."""
+
+
+class GradientClippingConfigs(Section):
+    """Clip by the global norm (`max_norm`, `norm_type`) or element by element (`clip_value`)."""
+
+    PATH: ClassVar[str] = "gradient_clipping"
+    ALIASES: ClassVar[Mapping[str, str]] = {"clip_norm": "max_norm"}
+
+    max_norm: PositiveOrInfinite | None = None
+    """Largest global norm; infinity measures the norm and never clips."""
+    norm_type: PositiveOrInfinite = 2.0
+    """p of the p-norm; infinity for the largest element."""
+    clip_value: PositiveOrInfinite | None = None
+    """Largest absolute value of an element."""
+
+    @classmethod
+    def read(cls, value: Any) -> Self:
+        """A bare number is the norm: `gradient_clipping = 1.0`."""
+        if isinstance(value, Real | str):
+            value = {"max_norm": value}
+        if isinstance(value, Mapping) and not value:
+            raise StrategyError("gradient_clipping = {}: give max_norm or clip_value, or None to switch it off")
+        return super().read(value)
+
+
+class GradientScaleConfigs(Section):
+    """Fleet's name for how losses are joined; answered by the table of Fleet's fields."""
+
+    PATH: ClassVar[str] = "gradient_scale_configs"
+
+
+class HybridMpConfigs(Section):
+    """Fleet's fine settings of tensor parallel; all answered by the table of Fleet's fields."""
+
+    PATH: ClassVar[str] = "hybrid_configs.mp_configs"
+
+
+class HybridPpConfigs(Section):
+    """Fleet's fine settings of the pipeline; all answered by the table of Fleet's fields."""
+
+    PATH: ClassVar[str] = "hybrid_configs.pp_configs"
+
+
+class HybridShardingConfigs(Section):
+    """Fleet's fine settings of sharding; all answered by the table of Fleet's fields."""
+
+    PATH: ClassVar[str] = "hybrid_configs.sharding_configs"
+
+
+class HybridConfigs(Section):
+    """All degrees in one place, with Fleet's names. A degree above 1 switches its feature on."""
+
+    PATH: ClassVar[str] = "hybrid_configs"
+    ALIASES: ClassVar[Mapping[str, str]] = {"tp_degree": "mp_degree", "cp_degree": "sep_degree"}
+
+    dp_degree: Degree | None = None
+    """Replicas of the sharded state (`dp_replicate`); -1 derives it."""
+    sharding_degree: Degree | None = None
+    """Ranks that hold one copy of the cut state (`dp_shard`, the same setting as `shard_size`)."""
+    mp_degree: Degree | None = None
+    """Tensor-parallel ranks (`tp`)."""
+    pp_degree: Degree | None = None
+    """Pipeline stages (`pp`)."""
+    sep_degree: Degree | None = None
+    """Ranks that share a sequence (`cp`)."""
+    order: Order | None = None
+    """Axes from the outermost to the innermost: dp, sharding, pp, sep and mp in any order."""
+    mp_configs: HybridMpConfigs = Field(default_factory=HybridMpConfigs)
+    """Fleet's fine settings of tensor parallel."""
+    pp_configs: HybridPpConfigs = Field(default_factory=HybridPpConfigs)
+    """Fleet's fine settings of the pipeline."""
+    sharding_configs: HybridShardingConfigs = Field(default_factory=HybridShardingConfigs)
+    """Fleet's fine settings of sharding."""

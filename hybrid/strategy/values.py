@@ -1,0 +1,239 @@
+"""Reading one value: what a setting accepts, text converted where nothing is lost, the rest refused.
+
+Each reader takes whatever a person wrote and returns the value, or raises a ValueError whose text says what
+was expected; the caller puts the path of the setting before it. A bool is never taken for a number, nor a
+number for a bool: `stage = True` is a slip, not stage 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, WithJsonSchema
+
+from hybrid.units import parse_bytes, parse_number
+
+__all__ = [
+    "Boolean",
+    "ByteCount",
+    "Count",
+    "Degree",
+    "Dtype",
+    "GradDtype",
+    "GradReduce",
+    "Names",
+    "Order",
+    "Positive",
+    "PositiveOrInfinite",
+    "ReduceDtype",
+    "WholeFromZero",
+    "closest",
+    "one_of",
+    "read_boolean",
+    "whole",
+]
+
+T = TypeVar("T")
+_MAX_SECONDS = 30 * 24 * 3600.0
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` is most likely a slip of, or None."""
+    lowered = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[found[0]] if found else None
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "'auto', which has no meaning here (leave the setting out to have it derived or defaulted)"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def read_boolean(value: object) -> bool:
+    if isinstance(value, bool) or type(value).__name__ == "bool_":  # numpy's, without importing numpy
+        return bool(value)
+    if isinstance(value, str) and value.strip().lower() in {"true", "false"}:
+        return value.strip().lower() == "true"
+    raise ValueError(f"expected true or false, got {_kind(value)}")
+
+
+def _read_number(value: object, *, expected: str) -> int | float:
+    number: int | float | None = None
+    if isinstance(value, bool):
+        number = None
+    elif isinstance(value, Integral):
+        number = int(value)
+    elif isinstance(value, Real):
+        number = float(value)
+    elif isinstance(value, str):
+        try:
+            number = parse_number(value)
+        except (ValueError, OverflowError):
+            number = None
+    if number is None or math.isnan(number):
+        raise ValueError(f"expected {expected}, got {_kind(value)}")
+    return number
+
+
+def whole(minimum: int, maximum: int | None = None, *, name: str = "a whole number") -> Callable[[object], int]:
+    """A reader of whole numbers; `8.0` and `'8'` are 8, `8.5` is refused."""
+    bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def read(value: object) -> int:
+        number = _read_number(value, expected=f"{name} {bounds}")
+        if isinstance(number, float):
+            if not number.is_integer():
+                near = "" if math.isinf(number) else f"; the nearest are {math.floor(number)} and {math.ceil(number)}"
+                raise ValueError(f"expected {name} {bounds}, got {number!r}{near}")
+            number = int(number)
+        if number < minimum or (maximum is not None and number > maximum):
+            near_value = minimum if number < minimum else maximum
+            raise ValueError(f"expected {name} {bounds}, got {number}; the nearest is {near_value}")
+        return number
+
+    return read
+
+
+def _read_degree(value: object) -> int:
+    number = whole(-1, name="a degree")(value)
+    if number == 0:
+        raise ValueError("0 is not a degree; 1 switches the axis off, -1 has it derived from the world size")
+    return number
+
+
+def positive(*, infinite: bool, maximum: float = math.inf) -> Callable[[object], float]:
+    def read(value: object) -> float:
+        expected = "a number above 0" + ("" if infinite else f" and at most {maximum:g}" if maximum < math.inf else "")
+        number = float(_read_number(value, expected=expected))
+        if number <= 0:
+            hint = "; leave the setting out (None) to switch it off" if number == 0 else ""
+            raise ValueError(f"expected {expected}, got {number:g}{hint}")
+        if number > maximum or (math.isinf(number) and not infinite):
+            raise ValueError(f"expected {expected}, got {number:g}")
+        return number
+
+    return read
+
+
+def one_of(*choices: str, synonyms: dict[str, str] | None = None) -> Callable[[object], str]:
+    """A reader of one of these words, in any case."""
+    words = {**{choice.lower(): choice for choice in choices}, **(synonyms or {})}
+
+    def read(value: object) -> str:
+        word = str(value).strip().lower() if isinstance(value, str) or "dtype" in type(value).__name__ else ""
+        if word in words:
+            return words[word]
+        listed = ", ".join(map(repr, choices))
+        guess = closest(word, words) if word else None
+        hint = f"; did you mean {words[guess]!r}?" if guess else ""
+        raise ValueError(f"expected one of {listed}, got {_kind(value)}{hint}")
+
+    return read
+
+
+def _read_bytes(value: object) -> int:
+    if isinstance(value, str) and value.strip().lower() != "auto":
+        value = parse_bytes(value)
+    return whole(1, name="a number of bytes")(value)
+
+
+def _read_names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ValueError(f"expected a list of names, got the text {value!r}; write [{value!r}]")
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) and item.strip() for item in value):
+        raise ValueError(f"expected a list of names, got {_kind(value)}")
+    if not value:
+        raise ValueError("expected a list of names, got an empty one; leave the setting out instead")
+    return tuple(value)
+
+
+def _read_order(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [word.strip() for word in value.split(",")]
+    return _read_names(value)
+
+
+def _read_grad_reduce(value: object) -> str | int:
+    words = one_of("auto", "every_micro_batch", "last_micro_batch")
+    if isinstance(value, str):
+        try:
+            number = parse_number(value)
+        except ValueError:
+            return words(value)
+        value = number
+    try:
+        return whole(1)(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or write 'auto', 'every_micro_batch' or 'last_micro_batch'") from None
+
+
+_DTYPES = {
+    "fp32": "float32",
+    "float": "float32",
+    "torch.float32": "float32",
+    "bf16": "bfloat16",
+    "torch.bfloat16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "torch.float16": "float16",
+}
+
+Boolean = Annotated[bool, BeforeValidator(read_boolean)]
+Count = Annotated[int, BeforeValidator(whole(1)), WithJsonSchema({"type": "integer", "minimum": 1})]
+WholeFromZero = Annotated[int, BeforeValidator(whole(0)), WithJsonSchema({"type": "integer", "minimum": 0})]
+Degree = Annotated[
+    int,
+    BeforeValidator(_read_degree),
+    WithJsonSchema({"type": "integer", "minimum": -1, "not": {"const": 0}}),
+]
+ByteCount = Annotated[
+    int,
+    BeforeValidator(_read_bytes),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["25MiB", "5e8"]}]}),
+]
+Positive = Annotated[
+    float,
+    BeforeValidator(positive(infinite=False, maximum=_MAX_SECONDS)),
+    WithJsonSchema({"type": "number", "exclusiveMinimum": 0}),
+]
+PositiveOrInfinite = Annotated[
+    float,
+    BeforeValidator(positive(infinite=True)),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "inf"}]}),
+]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32"],
+    BeforeValidator(one_of("bfloat16", "float16", "float32", synonyms=_DTYPES)),
+]
+GradDtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "param"],
+    BeforeValidator(one_of("float32", "bfloat16", "float16", "param", synonyms=_DTYPES)),
+]
+ReduceDtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "grad"],
+    BeforeValidator(one_of("float32", "bfloat16", "float16", "grad", synonyms=_DTYPES)),
+]
+GradReduce = Annotated[
+    Literal["auto", "every_micro_batch", "last_micro_batch"] | int,
+    BeforeValidator(_read_grad_reduce),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["auto", "every_micro_batch", "last_micro_batch"]},
+                {"type": "integer", "minimum": 1},
+            ]
+        }
+    ),
+]
+_NAMES_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+Names = Annotated[tuple[str, ...], BeforeValidator(_read_names), WithJsonSchema(_NAMES_SCHEMA)]
+Order = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_read_order),
+    WithJsonSchema({"anyOf": [_NAMES_SCHEMA, {"type": "string", "examples": ["pp,dp,sharding,mp"]}]}),
+]

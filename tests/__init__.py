@@ -1,0 +1,1 @@
+"""Tests of hybrid; a package, so that its modules import one another as `tests.ranks`."""

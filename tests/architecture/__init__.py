@@ -1,0 +1,1 @@
+"""Checks of the code's shape: floors, public names, options, pages."""

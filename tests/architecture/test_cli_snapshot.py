@@ -1,0 +1,51 @@
+"""The options of every command, frozen: a new flag, name or default is a decision, made in the same commit.
+
+After such a decision `python -m tests.architecture.test_cli_snapshot` writes the new table.
+"""
+
+from __future__ import annotations
+
+import json
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+
+from hybrid.cli.app import app
+
+SNAPSHOT = Path(__file__).with_name("cli_options.json")
+
+
+def options_of(command: Any, name: str) -> dict[str, dict[str, str]]:
+    """Command path -> spellings -> type and default, for a command and everything below it.
+
+    Types and defaults are those of the function: they do not depend on typer's inner classes.
+    """
+    types = get_type_hints(command.callback)
+    given = signature(command.callback).parameters
+    table = {name: {}}
+    for parameter in command.params:
+        if parameter.name in given:
+            type_ = types[parameter.name]
+            default = given[parameter.name].default
+            table[name][" ".join([*parameter.opts, *parameter.secondary_opts])] = (
+                f"{type_.__name__ if isinstance(type_, type) else type_}"
+                f"{', required' if default is Parameter.empty else f' = {default}'}"
+            )
+    for child_name, child in sorted(getattr(command, "commands", {}).items()):
+        table |= options_of(child, f"{name} {child_name}")
+    return table
+
+
+def current_table() -> str:
+    table = options_of(typer.main.get_command(app), "hybrid")
+    return json.dumps(table, indent=2, sort_keys=True) + "\n"
+
+
+def test_options_are_the_frozen_ones() -> None:
+    assert json.loads(current_table()) == json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(current_table(), encoding="utf-8")

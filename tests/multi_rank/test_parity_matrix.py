@@ -1,0 +1,145 @@
+"""The promise as a matrix: under every setting, a run gives the numbers of one plain process (tests/parity.py).
+
+The default run is a cover of all pairs of settings, on gloo and on the deferred backend, where a missing wait or
+a buffer read too early turns into NaN. The whole product of the settings that interact most (layout, way of
+accumulation, overlap, clip, optimizer, partition, reduction), the others taking turns, runs with
+
+    python -m pytest tests/multi_rank/test_parity_matrix.py -m full -k gloo        # some thousand cases
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import MODELS
+from tests.pairwise import cover, everything, missing_pairs
+from tests.parity import CLIPS, STEPS, WAYS, Case, Worlds, on, reference
+
+BACKENDS = ("gloo", "deferred")
+
+# (ranks, ZeRO stage, shard_size); stage 0 cuts nothing, and a shard_size of all ranks is what leaving it out means.
+LAYOUTS = tuple(
+    (world_size, zero_stage, shard_size)
+    for world_size in (1, 2, 3, 4)
+    for zero_stage in (0, 1, 2)
+    for shard_size in (None, *(s for s in (1, 2) if zero_stage > 0 and s < world_size and world_size % s == 0))
+)
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "layout": LAYOUTS,
+    "way": tuple(WAYS),
+    "clip": tuple(CLIPS),
+    "clip_by": ("strategy", "call"),
+    "grad_reduce": ("auto", "last_micro_batch", "every_micro_batch", 2),
+    "overlap_comm": (True, False),
+    "overlap_param_gather": (False, True),
+    "optimizer": ("adamw", "sgd"),
+    "partition": ("auto", "element", "parameter"),
+    "built": ("before", "after"),
+    "bucket_bytes": (4, 3000, 25 * 2**20),
+    "model": tuple(MODELS),
+    "dtype": (torch.float32, torch.float64),
+}
+
+# The full run multiplies these; of the others each case takes the next combination in turn.
+CORE = ("layout", "way", "clip", "clip_by", "grad_reduce", "overlap_comm", "optimizer", "partition")
+
+
+def allowed(choice: dict[str, Any]) -> bool:
+    """Leaves out what a strategy refuses because it would do nothing, and what no case can tell apart."""
+    zero_stage = choice["layout"][1] if "layout" in choice else 2
+    way, clip, grad_reduce = choice.get("way", "calls"), choice.get("clip", "norm2"), choice.get("grad_reduce")
+    if zero_stage == 0 and (choice.get("overlap_param_gather") or choice.get("partition", "auto") != "auto"):
+        return False
+    if grad_reduce in {"every_micro_batch", 2} and zero_stage < 2:
+        return False
+    if grad_reduce == 2 and WAYS[way] < 2:
+        return False
+    if choice.get("clip_by") == "call":
+        return clip != "none" and ("way" not in choice or way in {"loop", "nosync", "repeat"})
+    return True
+
+
+def to_case(choice: dict[str, Any]) -> Case:
+    world_size, zero_stage, shard_size = choice["layout"]
+    rest = {name: value for name, value in choice.items() if name != "layout"}
+    return Case(world_size=world_size, zero_stage=zero_stage, shard_size=shard_size, **rest)
+
+
+def full_cases() -> Iterator[Case]:
+    rest = {name: values for name, values in FACTORS.items() if name not in CORE}
+    turns = [dict(zip(rest, values, strict=True)) for values in product(*rest.values())]
+    core = {name: FACTORS[name] for name in CORE}
+    for index, choice in enumerate(everything(core, allowed=allowed)):
+        # A step that shares no divisor with the number of turns meets them all before it repeats one.
+        turn = dict(turns[index * 37 % len(turns)])
+        turn["overlap_param_gather"] = turn["overlap_param_gather"] and choice["layout"][1] > 0
+        yield to_case({**choice, **turn})
+
+
+PAIRS = cover(FACTORS, allowed=allowed)
+PAIR_CASES = [on(to_case(choice), backend) for backend in BACKENDS for choice in PAIRS]
+
+
+def _id(case: Case) -> str:
+    return f"{case.backend}-{case.id}"
+
+
+@pytest.fixture(scope="module")
+def worlds(request: pytest.FixtureRequest) -> Worlds:
+    """One world per number of ranks and backend, for the cases that this session has selected."""
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params.get("case") for item in items if hasattr(item, "callspec")]
+    return Worlds([case for case in cases if isinstance(case, Case)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PAIR_CASES, ids=_id)
+def test_equals_one_process(case: Case, worlds: Worlds) -> None:
+    """Losses, gradients, norm, weights, optimizer state: equal to plain torch, and alike on all ranks."""
+    problems = worlds.problems(case)
+    assert not problems, "\n".join([f"{len(problems)} differences", *problems])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_whole_product_equals_one_process(zero_stage: int, world_size: int, backend: str) -> None:
+    """The same promise for every combination of the settings that interact most."""
+    chosen = [
+        on(case, backend) for case in full_cases() if (case.zero_stage, case.world_size) == (zero_stage, world_size)
+    ]
+    runs = Worlds(chosen)
+    failed = {case.id: runs.problems(case) for case in chosen}
+    wrong = [f"{name}: {len(found)} differences, first: {found[0]}" for name, found in failed.items() if found]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(chosen)} cases", *wrong])
+
+
+def test_every_pair_of_settings_is_in_the_default_run() -> None:
+    """The cover covers: two settings that are right alone and wrong together cannot hide."""
+    assert missing_pairs(PAIRS, FACTORS, allowed=allowed) == []
+    assert {(choice["layout"], choice["way"]) for choice in PAIRS} == set(product(LAYOUTS, WAYS))
+
+
+def test_cases_have_names_of_their_own() -> None:
+    """A failing case can be run alone by its name."""
+    names = [_id(case) for case in PAIR_CASES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("clip", [name for name in CLIPS if name != "none"])
+def test_clipping_bites_in_the_reference(model: str, clip: str) -> None:
+    """The matrix would prove nothing about clipping if the gradients stayed below its limits."""
+    plain = reference(Case(world_size=1, zero_stage=0, model=model, clip=clip))
+    changed = [
+        any(g is not None and not torch.equal(g, plain.raw[step][fqn]) for fqn, g in plain.clipped[step].items())
+        for step in range(STEPS)
+    ]
+    assert sum(changed) >= 2, changed

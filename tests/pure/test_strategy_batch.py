@@ -1,0 +1,172 @@
+"""The batch equation, and settings that would do nothing next to others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid.strategy import DistributedStrategy, GradientClipping
+from tests.pure.strategy_cases import refused
+
+BATCH = ("micro_batch_size", "accumulate_steps", "global_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "expected"),
+    [
+        ({}, (None, 1, None)),
+        ({"accumulate_steps": 3}, (None, 3, None)),
+        ({"micro_batch_size": 2}, (2, 1, 8)),
+        ({"micro_batch_size": 2, "accumulate_steps": 3}, (2, 3, 24)),
+        ({"global_batch_size": 24}, (6, 1, 24)),
+        ({"global_batch_size": 24, "micro_batch_size": 2}, (2, 3, 24)),
+        ({"global_batch_size": 24, "accumulate_steps": 3}, (2, 3, 24)),
+        ({"global_batch_size": 24, "accumulate_steps": 3, "micro_batch_size": 2}, (2, 3, 24)),
+    ],
+)
+def test_the_missing_size_follows(given_sizes: dict[str, int], expected: tuple[int | None, ...]) -> None:
+    resolved = DistributedStrategy(given_sizes).resolve(4)
+    assert tuple(getattr(resolved, name) for name in BATCH) == expected
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "words"),
+    [
+        (
+            {"global_batch_size": 20, "micro_batch_size": 2, "accumulate_steps": 3},
+            ["global_batch_size = 20", "micro_batch_size 2 × accumulate_steps 3 × data-parallel size 4 = 24", "= 24"],
+        ),
+        (
+            {"global_batch_size": 32, "micro_batch_size": 2, "accumulate_steps": 3},
+            ["accumulate_steps = 4", "global_batch_size = 24"],
+        ),
+        ({"global_batch_size": 30}, ["30", "data-parallel size 4", "28 or 32"]),
+        ({"global_batch_size": 32, "micro_batch_size": 3}, ["= 12", "24 or 36", "micro_batch_size = 2 or 4"]),
+        ({"global_batch_size": 3, "micro_batch_size": 1}, ["= 4", "global_batch_size = 4"]),
+        ({"global_batch_size": 32, "accumulate_steps": 5}, ["= 20", "20 or 40", "accumulate_steps = 4 or 8"]),
+    ],
+)
+def test_sizes_that_contradict_are_refused_with_values_that_work(given_sizes: dict[str, int], words: list[str]) -> None:
+    refused(given_sizes, 4, *words)
+
+
+@given(st.fixed_dictionaries({}, optional={name: st.integers(1, 24) for name in BATCH}), st.integers(1, 6))
+@settings(deadline=None)
+def test_the_equation_holds_or_a_problem_names_it(given_sizes: dict[str, int], world_size: int) -> None:
+    """Protects the loss scale: a batch that is not what was said would change the learning."""
+    strategy = DistributedStrategy(given_sizes)
+    if strategy.problems(world_size):
+        assert "global_batch_size" in given_sizes
+        return
+    resolved = strategy.resolve(world_size)
+    for name, value in given_sizes.items():
+        assert getattr(resolved, name) == value
+    if "global_batch_size" in given_sizes or "micro_batch_size" in given_sizes:
+        assert resolved.micro_batch_size is not None
+        product = resolved.micro_batch_size * resolved.accumulate_steps * resolved.data_parallel_size
+        assert resolved.global_batch_size == product
+
+
+def stage(number: int, **more: Any) -> dict[str, Any]:
+    return {"sharding": True, "sharding_configs": {"stage": number, **more}}
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "words"),
+    [
+        (stage(0, overlap_param_gather=True), ["overlap_param_gather = True", "does nothing at stage 0"]),
+        (stage(0, partition="element"), ["partition = 'element'", "does nothing at stage 0"]),
+        (stage(1, grad_reduce="every_micro_batch"), ["grad_reduce = 'every_micro_batch'", "stage 1", "stage 2"]),
+        (
+            {**stage(2, grad_reduce=4), "accumulate_steps": 2},
+            ["grad_reduce = 4", "accumulate_steps 2", "from 1 to 2"],
+        ),
+        (
+            {"hybrid_configs": {"sharding_configs": {"split_param": True}}},
+            ["split_param = True (as partition: 'element')", "while sharding is off"],
+        ),
+        (stage(2, grad_reduce=2), ["grad_reduce = 2", "accumulate_steps 1 (the default)"]),
+        (
+            {**stage(2, grad_reduce=4), "global_batch_size": 8, "micro_batch_size": 2},
+            ["grad_reduce = 4", "accumulate_steps 2 (derived)"],
+        ),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused_by_name(given_settings: dict[str, Any], words: list[str]) -> None:
+    refused(given_settings, 2, *words)
+
+
+@pytest.mark.parametrize(
+    "given_settings",
+    [
+        stage(0, bucket_bytes=1, overlap_comm=False, overlap_param_gather=False, grad_reduce="last_micro_batch"),
+        stage(1, partition="parameter", overlap_param_gather=True, grad_dtype="param"),
+        {**stage(2, grad_reduce=2, partition="element", reduce_dtype="float32"), "accumulate_steps": 4},
+        stage(2, grad_reduce="last_micro_batch"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_what_makes_sense_is_accepted_on_one_process_and_on_several(
+    given_settings: dict[str, Any], world_size: int
+) -> None:
+    DistributedStrategy(given_settings).resolve(world_size)
+
+
+@pytest.mark.parametrize(
+    ("number", "grad_reduce"), [(0, "last_micro_batch"), (1, "last_micro_batch"), (2, "every_micro_batch")]
+)
+def test_auto_reduction_follows_the_stage(number: int, grad_reduce: str) -> None:
+    assert DistributedStrategy(stage(number, grad_reduce="auto")).resolve(2).grad_reduce == grad_reduce
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "words"),
+    [
+        (stage(3), ["sharding_configs.stage = 3", "stage 3"]),
+        (stage(2, units=["Block"]), ["sharding_configs.units"]),
+        (stage(2, prefetch=0), ["sharding_configs.prefetch"]),
+        (stage(2, reduce_dtype="bf16"), ["sharding_configs.reduce_dtype", "bfloat16"]),
+        (stage(2, grad_dtype="float16"), ["sharding_configs.grad_dtype", "float16"]),
+        ({"amp": True}, ["amp = True"]),
+        ({"recompute": True}, ["recompute = True"]),
+        ({"tensor_parallel": True, "tensor_parallel_configs": {"degree": 2}}, ["degree = 2", "tensor parallel"]),
+        ({"pipeline": True, "pipeline_configs": {"degree": 2}}, ["degree = 2", "pipeline parallel"]),
+        ({"hybrid_configs": {"sep_degree": 2}}, ["sep_degree = 2", "context parallel"]),
+        ({"hybrid_configs": {"mp_degree": -1, "dp_degree": 1}}, ["mp_degree = 2", "tensor parallel"]),
+    ],
+)
+def test_what_is_not_built_is_refused_with_that_word(given_settings: dict[str, Any], words: list[str]) -> None:
+    """Protects against a setting that is accepted before anything acts on it."""
+    refused(given_settings, 2, "not available yet", *words)
+
+
+@pytest.mark.parametrize(
+    ("given_clip", "expected"),
+    [
+        (None, None),
+        (1, GradientClipping(kind="norm", max_norm=1.0, norm_type=2.0)),
+        ({"max_norm": 6.5, "norm_type": 1}, GradientClipping(kind="norm", max_norm=6.5, norm_type=1.0)),
+        ({"clip_norm": "inf"}, GradientClipping(kind="norm", max_norm=float("inf"), norm_type=2.0)),
+        ({"clip_value": 2}, GradientClipping(kind="value", clip_value=2.0)),
+    ],
+)
+def test_clipping_by_norm_or_by_value(given_clip: object, expected: GradientClipping | None) -> None:
+    assert DistributedStrategy(gradient_clipping=given_clip).resolve(1).gradient_clipping == expected
+
+
+@pytest.mark.parametrize(
+    ("given_clip", "words"),
+    [
+        ({"max_norm": 1, "clip_value": 2}, ["max_norm = 1", "clip_value = 2", "keep one"]),
+        ({"norm_type": 1}, ["neither max_norm nor clip_value"]),
+        ({"clip_value": 2, "norm_type": 1}, ["norm_type = 1", "does nothing with clip_value"]),
+        ({}, ["max_norm or clip_value"]),
+        (-1, ["max_norm = -1", "above 0"]),
+        ({"max_nrm": 1}, ["did you mean 'max_norm'"]),
+    ],
+)
+def test_clipping_that_says_two_things_or_none_is_refused(given_clip: object, words: list[str]) -> None:
+    refused({"gradient_clipping": given_clip}, 1, *words)

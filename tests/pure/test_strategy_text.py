@@ -1,0 +1,164 @@
+"""Files, repr, `explain()` and the command: what a person reads and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hybrid.cli.explain import explain
+from hybrid.errors import StrategyError
+from hybrid.strategy import DistributedStrategy
+from tests.pure.strategy_cases import problems_of
+
+SETTINGS: dict[str, Any] = {
+    "sharding": True,
+    "sharding_configs": {"stage": 2, "shard_size": 4, "bucket_bytes": 2**24},
+    "hybrid_configs": {"order": ["pp", "dp", "sharding", "mp"]},
+    "gradient_clipping": {"max_norm": 1.0, "norm_type": "inf"},
+    "micro_batch_size": 2,
+    "find_unused_parameters": False,
+}
+
+
+def test_only_what_was_set_is_written() -> None:
+    """Protects files from freezing the defaults of the version that wrote them."""
+    assert DistributedStrategy(SETTINGS).to_dict() == SETTINGS
+    assert DistributedStrategy().to_json() == "{}"
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "plan.yml"])
+def test_files_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    strategy = DistributedStrategy(SETTINGS)
+    strategy.save(tmp_path / name)
+    loaded = DistributedStrategy.load(tmp_path / name)
+    assert loaded == strategy
+    assert loaded.hybrid_configs.order == ("pp", "dp", "sharding", "mp")
+    assert loaded.explain(8) == strategy.explain(8)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "sharding: [", ["a.yaml", "not YAML"]),
+        ("a.json", "{", ["a.json", "not JSON"]),
+        ("a.yaml", "seed: 1\nseed: 2\n", ["a.yaml", "'seed' stands twice", "line 2"]),
+        ("a.json", '{"seed": 1, "seed": 2}', ["'seed' stands twice", "1 and 2"]),
+        ("a.yaml", "- sharding\n", ["a dict of settings", "list"]),
+        ("a.toml", "seed = 1", ["a.toml", ".yaml"]),
+        ("a.yaml", "sharding_configs: {stge: 1}\n", ["a.yaml", "sharding_configs.stge", "'stage'"]),
+    ],
+)
+def test_bad_files_are_refused_with_their_name(tmp_path: Path, name: str, text: str, words: list[str]) -> None:
+    (tmp_path / name).write_text(text)
+    problems = problems_of(lambda: DistributedStrategy.load(tmp_path / name))
+    assert all(word in problems[0] for word in words), problems
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"absent\.yaml: cannot be read: No such file"):
+        DistributedStrategy.load(tmp_path / "absent.yaml")
+
+
+def test_yaml_text_numbers_are_read(tmp_path: Path) -> None:
+    """BC-73: YAML reads 5e8 as text."""
+    (tmp_path / "a.yaml").write_text("sharding: true\nsharding_configs: {stage: '2', bucket_bytes: 5e8}\nseed:\n")
+    resolved = DistributedStrategy.load(tmp_path / "a.yaml").resolve(2)
+    assert (resolved.zero_stage, resolved.bucket_bytes, resolved.seed) == (2, 500_000_000, None)
+
+
+def test_repr_shows_the_whole_plan() -> None:
+    """Protects against a repr that hides a section (in Fleet: hybrid_configs); a broken plan prints as well."""
+    strategy = DistributedStrategy(SETTINGS)
+    text = repr(strategy)
+    for words in ("'stage': 2", "'order': ['pp', 'dp', 'sharding', 'mp']", "zero_stage 2", "bucket 16 MiB", "timeout"):
+        assert words in text
+    assert max(map(len, text.splitlines())) < 140
+    assert "1 problem (see explain())" in repr(DistributedStrategy(amp=True))
+
+
+def test_explain_lists_values_with_their_origin() -> None:
+    lines = {
+        line.split()[0]: " ".join(line.split())
+        for line in DistributedStrategy(SETTINGS).explain(8).splitlines()
+        if line
+    }
+    assert lines["zero_stage"] == "zero_stage 2 user: sharding_configs.stage"
+    assert lines["overlap_comm"] == "overlap_comm true default"
+    assert lines["grad_reduce"] == "grad_reduce every_micro_batch derived: zero_stage 2"
+    assert lines["bucket_bytes"] == "bucket_bytes 16777216 (16 MiB) user: sharding_configs.bucket_bytes"
+    assert lines["global_batch_size"].startswith("global_batch_size 16 derived: micro_batch_size 2 ×")
+    assert lines["find_unused_parameters"].startswith("find_unused_parameters false user:")
+
+
+def test_explain_without_a_world_size_leaves_the_equations_open() -> None:
+    text = DistributedStrategy(sharding=True).explain()
+    assert "give world_size" in text
+    assert "all data-parallel ranks" in text
+
+
+def test_explain_names_the_alias_that_was_used() -> None:
+    text = DistributedStrategy(sharding=True, sharding_configs={"sharding_degree": 2}).explain(4)
+    assert "user: sharding_configs.sharding_degree" in text
+
+
+def test_large_worlds_print_short() -> None:
+    text = DistributedStrategy(sharding=True, sharding_configs={"shard_size": 64}).explain(4096)
+    assert "… (64 groups)" in text
+    assert max(map(len, text.splitlines())) < 400
+
+
+APP = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+APP.command()(explain)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(APP, list(arguments), env={"COLUMNS": "200"})
+
+
+def test_the_command_prints_tables(tmp_path: Path) -> None:
+    DistributedStrategy(SETTINGS).save(tmp_path / "plan.yaml")
+    result = run(str(tmp_path / "plan.yaml"), "--world-size", "8")
+    assert result.exit_code == 0
+    for words in ("Strategy on 8 processes", "zero_stage", "user: sharding_configs.stage", "(0 1 2 3) (4 5 6 7)"):
+        assert words in result.stdout
+
+
+def test_the_command_prints_json(tmp_path: Path) -> None:
+    DistributedStrategy(SETTINGS).save(tmp_path / "plan.yaml")
+    result = run(str(tmp_path / "plan.yaml"), "-n", "8", "--json")
+    told = json.loads(result.stdout)
+    assert told["world_size"] == 8
+    assert told["groups"]["dp_shard"] == "(0 1 2 3) (4 5 6 7)"
+    assert {
+        "section": "sharding",
+        "setting": "zero_stage",
+        "value": "2",
+        "origin": "user: sharding_configs.stage",
+    } in told["settings"]
+
+
+def test_the_command_lists_all_problems_with_exit_code_2(tmp_path: Path) -> None:
+    """Protects people from a traceback, and scripts from a zero exit code."""
+    path = tmp_path / "plan.yaml"
+    DistributedStrategy(sharding=True, sharding_configs={"shard_size": 3}, amp=True).save(path)
+    result = run(str(path), "-n", "8")
+    assert result.exit_code == 2
+    assert "2 problems" in result.stderr
+    assert "data-parallel size 8" in result.stderr
+    assert "Traceback" not in result.output
+    as_json = run(str(path), "-n", "8", "--json")
+    assert as_json.exit_code == 2
+    assert len(json.loads(as_json.stdout)["problems"]) == 2
+
+
+def test_the_command_prints_the_schema_and_asks_for_a_file() -> None:
+    assert json.loads(run("--schema").stdout) == DistributedStrategy.json_schema()
+    nothing = run()
+    assert nothing.exit_code == 2
+    assert "STRATEGY_FILE" in nothing.output
+    assert "hybrid explain strategy.yaml --world-size 16" in run("--help").output

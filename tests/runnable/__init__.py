@@ -1,0 +1,1 @@
+"""Examples, the pages' code blocks, benchmark smoke: what a reader would paste."""
