@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid.collectives.group import Group
+from hybrid.collectives.handle import forget_calls
 from hybrid.collectives.ops import all_gather_object
 from hybrid.collectives.rendezvous import open_store
 from hybrid.contracts.layout import Layout
@@ -129,6 +130,9 @@ def start_process_group(
             timeout_seconds=timeout_seconds,
             keeps_store=keeps_store,
         )
+        # What was worked out is as good as given: for the choice of the device, and for child processes.
+        os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(environment.local_world_size))
     if backend == "nccl":
         torch.cuda.set_device(environment.local_rank)
     dist.init_process_group(
@@ -174,3 +178,4 @@ def stop_process_group() -> None:
     """Leave the default process group and all groups made from it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_calls()

@@ -90,9 +90,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(15, 15)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(15, 17), nn.Tanh(), nn.Linear(17, 15)) for _ in range(5)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(15, 17), nn.Tanh(), nn.Linear(17, 15)) for _ in range(5))
         self.unused = nn.Linear(3, 3)
         self.frozen = nn.Parameter(torch.rand(15) + 0.5, requires_grad=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -121,7 +119,7 @@ class Sizes(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         pieces = inputs.split(list(self.SIZES), dim=1)
-        sums = [torch.tanh(piece * part).mean(dim=1) for piece, part in zip(pieces, self.parts, strict=True)]
+        sums = [torch.tanh(x * part).sum(dim=1) / len(part) ** 0.5 for x, part in zip(pieces, self.parts, strict=True)]
         return torch.stack(sums, dim=1) * self.temperature
 
 

@@ -52,9 +52,7 @@ def cover(factors: Factors, *, allowed: Allowed = lambda choice: True) -> list[C
 def missing_pairs(cases: Sequence[Choice], factors: Factors, *, allowed: Allowed = lambda choice: True) -> list[Pair]:
     """The pairs that an allowed case could hold and none of these cases does."""
     held = {pair for case in cases for pair in combinations(((name, case[name]) for name in factors), 2)}
-    return [
-        pair for pair in _pairs(factors) if pair not in held and _can_be_completed(dict(pair), factors, allowed)
-    ]
+    return [pair for pair in _pairs(factors) if pair not in held and _can_be_completed(dict(pair), factors, allowed)]
 
 
 def _pairs(factors: Factors) -> Iterator[Pair]:

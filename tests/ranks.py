@@ -29,7 +29,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +163,7 @@ class _Meeting:
 
 # -- the parent -------------------------------------------------------------------------------------------------
 
-_children: set[multiprocessing.process.BaseProcess] = set()
+_children: set[BaseProcess] = set()
 
 
 @atexit.register
@@ -177,7 +179,7 @@ def _start_server() -> None:
     os.environ.update(settings)
     try:
         _CONTEXT.set_forkserver_preload([*_PRELOAD, "tests.ranks"])
-        multiprocessing.forkserver.ensure_running()
+        forkserver.ensure_running()
     finally:
         for name, value in before.items():
             if value is None:
@@ -197,7 +199,8 @@ def _run(
     _start_server()
     work = pickle.dumps((function, args, dict(kwargs)))
     started = time.monotonic()
-    children: list[multiprocessing.process.BaseProcess] = []
+    children: list[BaseProcess] = []
+    child: BaseProcess
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="hybrid-stacks-") as stacks:
         try:
@@ -226,7 +229,7 @@ def _run(
 
 
 def _collect(
-    children: Sequence[multiprocessing.process.BaseProcess],
+    children: Sequence[BaseProcess],
     pipes: Sequence[Connection],
     started: float,
     timeout_seconds: float,
@@ -240,7 +243,7 @@ def _collect(
         if not ready:
             break
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            rank = pipes.index(pipe)
             reports[rank] = _receive(rank, pipe, children[rank], time.monotonic() - started)  # type: ignore[arg-type]
     for rank, child in enumerate(children):
         if rank not in reports:
@@ -256,9 +259,7 @@ def _collect(
     return [reports[rank] for rank in range(len(pipes))]
 
 
-def _receive(
-    rank: int, pipe: Connection, child: multiprocessing.process.BaseProcess, seconds: float
-) -> RankReport:
+def _receive(rank: int, pipe: Connection, child: BaseProcess, seconds: float) -> RankReport:
     try:
         value, error, trace = pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
@@ -293,7 +294,7 @@ def _rank_main(
             _join_world(meeting)
         function, args, kwargs = pickle.loads(work)
         outcome = pickle.dumps((function(*args, **kwargs), "", ""))
-    except BaseException as error:  # noqa: BLE001 (whatever ends a rank is its report)
+    except BaseException as error:
         failed = True
         outcome = pickle.dumps((None, f"{type(error).__name__}: {error}", traceback.format_exc()))
     sys.stdout.flush()

@@ -19,7 +19,7 @@ from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 __all__ = ["demo"]
 
 DEFAULT_STAGE = 2
-DEFAULT_BATCH = 16
+DEFAULT_BATCH = 8
 
 
 def demo(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from hybrid.demo.progress import Finished, Memory, ProgressReader, Started, StepDone
 from hybrid.strategy import ResolvedStrategy
@@ -33,13 +35,14 @@ class DemoDisplay:
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(compact=True),
             console=self._console,
-            transient=True,
         )
         self._task = self._bar.add_task("train", total=num_steps, text="starting the ranks")
+        self._below = Text()
+        self._live = Live(Group(self._bar, self._below), console=self._console, transient=True)
 
     def __enter__(self) -> DemoDisplay:
         sharding = f"ZeRO stage {self._resolved.zero_stage}"
@@ -47,14 +50,15 @@ class DemoDisplay:
             sharding += f", shard_size {self._resolved.shard_size}"
         self._console.print(
             f"A byte-level GPT on the source of Python's standard library: {self._resolved.world_size} ranks, "
-            f"{sharding}, {self._num_steps} steps. Ctrl-C ends all ranks."
+            f"{sharding}, {self._num_steps} steps. Ctrl-C ends all ranks.",
+            soft_wrap=True,
         )
         if self._console.is_terminal:
-            self._bar.start()
+            self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self._live.stop()
 
     def update(self, log_dir: Path) -> None:
         """Show what the ranks have written since the last call."""
@@ -64,7 +68,8 @@ class DemoDisplay:
                 self._console.print(
                     f"{format_count(event.num_parameters)} parameters; {format_count(event.train_bytes)} bytes "
                     f"of text, {format_count(event.held_out_bytes)} held out; held-out loss "
-                    f"{event.held_out_loss:.3f} nats per byte"
+                    f"{event.held_out_loss:.3f} nats per byte",
+                    soft_wrap=True,
                 )
             elif isinstance(event, Memory):
                 self._memory[event.rank] = event
@@ -75,15 +80,17 @@ class DemoDisplay:
 
     def _show_step(self, event: StepDone) -> None:
         self._last = event
-        text = f"loss {event.loss:.3f}   {event.tokens_per_second:,.0f} tokens/s"
+        text = f"loss {event.loss:.3f}, {event.tokens_per_second:,.0f} tokens/s"
+        memory = ""
         if self._memory:
             state = max(memory.state_bytes for memory in self._memory.values())
             resident = max(memory.resident_bytes for memory in self._memory.values())
-            text += f"   per rank: state {format_bytes(state)}, process {format_bytes(resident)}"
+            memory = f"memory per rank: training state {format_bytes(state)}, process {format_bytes(resident)}"
         self._bar.update(self._task, completed=event.step, text=text)
+        self._below.plain = memory
         every = max(1, self._num_steps // NUM_PLAIN_LINES)
         if not self._console.is_terminal and (event.step % every == 0 or event.step == self._num_steps):
-            self._console.print(f"step {event.step}/{self._num_steps}   {text}", soft_wrap=True)
+            self._console.print(f"step {event.step}/{self._num_steps}: {text}; {memory}", soft_wrap=True)
 
     def print_result(self) -> None:
         """The table against plain data parallel, and where to go from here."""
@@ -91,18 +98,20 @@ class DemoDisplay:
         assert self._finished is not None, "a run that ended well has finished"
         seconds = self._finished.train_seconds
         self._console.print(
-            f"{self._num_steps} steps in {format_seconds(seconds)}. Held-out loss {self._started.held_out_loss:.3f} -> "
-            f"[bold]{self._finished.held_out_loss:.3f}[/] nats per byte.",
+            f"{self._num_steps} steps in {format_seconds(seconds)}. Held-out loss: "
+            f"{self._started.held_out_loss:.3f} nats per byte before, "
+            f"[bold]{self._finished.held_out_loss:.3f}[/] after.",
+            soft_wrap=True,
         )
         self._console.print(self._table())
         self._console.print(
-            "Next: examples/train_gpt.py is this job as a short script (hybrid run --nproc 4 examples/train_gpt.py); "
-            "hybrid explain shows what a strategy means; README.md shows your own model.",
+            "Next: README.md shows how your own model and loop run this way; examples/train_gpt.py is a short one "
+            "(hybrid run --nproc 4 examples/train_gpt.py).",
             soft_wrap=True,
         )
 
     def _table(self) -> Table:
-        """Bytes per rank: plain data parallel by its formula, this run as measured on the rank that holds most."""
+        """Bytes per rank: plain data parallel by formula, this run as measured where it is most."""
         assert self._started is not None
         assert self._finished is not None
         parameters = self._started.num_parameters * BYTES_PER_ELEMENT

@@ -56,7 +56,7 @@ def deferred_backend() -> Iterator[None]:
         disable()
 
 
-class _Deferred(ops.Interposer):
+class _Deferred:
     """The calls that were launched and not yet carried out, in launch order."""
 
     def __init__(self) -> None:

@@ -83,9 +83,7 @@ class Exchange:
         self._process_group = call.group.process_group
         self._peers = self._find_peers()
         self._bounds = call.bounds or even_bounds(call.num_elements, call.group.size)
-        self._whole = call.op == "broadcast" or (
-            call.op == "all_reduce" and call.num_bytes < _TWO_ROUNDS_BYTES
-        )
+        self._whole = call.op == "broadcast" or (call.op == "all_reduce" and call.num_bytes < _TWO_ROUNDS_BYTES)
         self._two_rounds = call.op == "all_reduce" and not self._whole
         self._inline = self._largest_message_elements() * call.dtype.itemsize <= INLINE_BYTES
         self._header = Header.of(call)
@@ -184,9 +182,7 @@ class Exchange:
         for number, segment in enumerate(self._segments(part)):
             if segment_number in (None, number):
                 tag = self._header.tag_of(round_number, number)
-                messages.append(
-                    _Message(peer, number, direction(segment, self._process_group, peer, tag))
-                )
+                messages.append(_Message(peer, number, direction(segment, self._process_group, peer, tag)))
         return messages
 
     # -- completion -----------------------------------------------------------------------------------------
@@ -221,9 +217,7 @@ class Exchange:
         theirs = Header(self._header_slots[peer].read_header())
         if theirs != self._header:
             ranks = self._group.ranks
-            raise CollectiveError(
-                self._header.difference(theirs, rank=ranks[self._group.rank], peer_rank=ranks[peer])
-            )
+            raise CollectiveError(self._header.difference(theirs, rank=ranks[self._group.rank], peer_rank=ranks[peer]))
 
     def _diagnosis(self, error: PeerError) -> Exception:
         """A rank that left may have left because of a mismatch that another header shows; and who is missing?"""
@@ -243,8 +237,7 @@ class Exchange:
     def _take_payloads(self) -> None:
         if self._call.reduction:
             pieces = {
-                peer: slot.payload(self._own().numel(), self._call.dtype)
-                for peer, slot in self._header_slots.items()
+                peer: slot.payload(self._own().numel(), self._call.dtype) for peer, slot in self._header_slots.items()
             }
             combine(self._own(), pieces, rank=self._group.rank, reduction=self._call.reduction)
             return
@@ -265,9 +258,7 @@ class Exchange:
             combine(segment, pieces, rank=self._group.rank, reduction=self._call.reduction)
             if self._two_rounds:
                 for peer in self._peers:
-                    self._sends += self._post(
-                        send, peer, self._own(), round_number=1, segment_number=number
-                    )
+                    self._sends += self._post(send, peer, self._own(), round_number=1, segment_number=number)
 
     def _wait_all(self, messages: list[_Message], *, segment: int | None = None) -> None:
         """Wait for the messages (of one segment, if given) and drop them: gloo waits once for each, not twice."""

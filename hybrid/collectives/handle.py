@@ -6,10 +6,10 @@ import time
 from typing import Protocol
 
 from hybrid.collectives import trace
-from hybrid.collectives.call import Call, CallState, describe_history, first_sentence
+from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
 from hybrid.errors import CollectiveError
 
-__all__ = ["Handle", "Pending"]
+__all__ = ["Handle", "Pending", "collective_error", "forget_calls"]
 
 
 class Pending(Protocol):
@@ -20,6 +20,17 @@ class Pending(Protocol):
         ...
 
 
+# Calls that nobody has waited for yet. A handle may be dropped without a wait (its rank is then at fault, not
+# its peers, who still need the messages), and gloo reads and writes the buffers all the same.
+_in_flight: set[Pending] = set()
+
+
+def forget_calls() -> None:
+    """Let go of buffers in flight and of the history: the process groups that they belong to are gone."""
+    _in_flight.clear()
+    HISTORY.clear()
+
+
 class Handle:
     """Results are valid after `wait`, and only then; until then the buffer belongs to the collective."""
 
@@ -28,6 +39,8 @@ class Handle:
     def __init__(self, call: Call | None, pending: Pending | None) -> None:
         self._call = call
         self._pending = pending
+        if pending is not None:
+            _in_flight.add(pending)
 
     @property
     def is_done(self) -> bool:
@@ -53,6 +66,8 @@ class Handle:
                 raise failure from error
             call.end(CallState.FAILED)
             raise
+        finally:
+            _in_flight.discard(pending)
         call.end(CallState.DONE)
         if trace.is_on():
             trace.record_call(call, wait_seconds=time.monotonic() - started)

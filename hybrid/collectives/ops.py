@@ -16,12 +16,12 @@ A group of one rank does nothing.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from hybrid.collectives.call import HISTORY, Call, CallState
 from hybrid.collectives.exchange import Exchange, even_bounds
@@ -105,9 +105,7 @@ def all_gather(
     _check_bounds(buffer, bounds, group)
     if group.size == 1:
         return Handle(None, None)
-    call = Call(
-        op="all_gather", group=group, buffer=_flat(buffer), bounds=tuple(bounds), tag=tag, control=control
-    )
+    call = Call(op="all_gather", group=group, buffer=_flat(buffer), bounds=tuple(bounds), tag=tag, control=control)
     return _launch(call, async_op=async_op)
 
 
@@ -141,7 +139,7 @@ def all_gather_object(obj: Any, *, group: Group) -> list[Any]:
     buffer = torch.empty(bounds[-1], dtype=torch.uint8, device=device)
     buffer[bounds[group.rank] : bounds[group.rank + 1]] = raw.to(device)
     all_gather(buffer, bounds=bounds, group=group, async_op=False, control=True)
-    parts = (buffer[start:end].cpu().numpy() for start, end in zip(bounds, bounds[1:], strict=False))
+    parts = (buffer[start:end].cpu().numpy() for start, end in itertools.pairwise(bounds))
     return [pickle.loads(part.tobytes()) for part in parts]
 
 
@@ -154,34 +152,38 @@ def barrier(group: Group) -> None:
 
 def release(buffer: torch.Tensor) -> None:
     """The caller gives `buffer` up and will not read it again (the deferred backend makes sure of that)."""
-    if _interposer is not None:
-        _interposer.release(buffer)
+    interposer = get_interposer()
+    if interposer is not None:
+        interposer.release(buffer)
 
 
 # -- launching ------------------------------------------------------------------------------------------------
 
 
-class Interposer:
+class Interposer(Protocol):
     """What a test backend puts between the launch and the real thing; see `deferred`."""
 
     def start(self, call: Call) -> Pending:
-        raise NotImplementedError
+        """Take the call over."""
+        ...
 
     def release(self, buffer: torch.Tensor) -> None:
-        raise NotImplementedError
+        """The caller has given this buffer up."""
+        ...
 
 
-_interposer: Interposer | None = None
+# At most one; a list, so that there is one object for the process to change.
+_interposers: list[Interposer] = []
 
 
 def set_interposer(interposer: Interposer | None) -> None:
     """Send all later calls of this process through `interposer`; None for the real backend."""
-    global _interposer
-    _interposer = interposer
+    _interposers[:] = [] if interposer is None else [interposer]
 
 
 def get_interposer() -> Interposer | None:
-    return _interposer
+    """What stands between the launch and the real backend, if anything."""
+    return _interposers[0] if _interposers else None
 
 
 def start_directly(call: Call) -> Pending:
@@ -194,7 +196,8 @@ def _launch(call: Call, *, async_op: bool) -> Handle:
     HISTORY.append(call)
     try:
         with torch.no_grad():
-            pending = start_directly(call) if _interposer is None else _interposer.start(call)
+            interposer = get_interposer()
+            pending = start_directly(call) if interposer is None else interposer.start(call)
     except RuntimeError as error:
         failure = collective_error(call, error, waited_seconds=0.0)
         call.end(CallState.FAILED)
@@ -213,8 +216,8 @@ def _flat(buffer: torch.Tensor) -> torch.Tensor:
 def _check_bounds(buffer: torch.Tensor, bounds: Sequence[int], group: Group) -> None:
     assert buffer.dim() == 1, f"expected a flat buffer, got shape {tuple(buffer.shape)}"
     assert len(bounds) == group.size + 1, f"{len(bounds)} bounds for {group.size} ranks"
-    assert 0 <= bounds[0] and bounds[-1] <= buffer.numel(), (bounds[0], bounds[-1], buffer.numel())
-    assert all(start <= end for start, end in zip(bounds, bounds[1:], strict=False)), tuple(bounds)
+    assert bounds[0] >= 0 and bounds[-1] <= buffer.numel(), (bounds[0], bounds[-1], buffer.numel())
+    assert all(start <= end for start, end in itertools.pairwise(bounds)), tuple(bounds)
 
 
 def _device(group: Group) -> torch.device:

@@ -53,6 +53,7 @@ def open_store(environment: LaunchEnvironment, *, timeout_seconds: float) -> tup
 
 def _host(environment: LaunchEnvironment, *, timeout_seconds: float) -> tuple[dist.Store, bool]:
     """Keep the store here. If the port is taken by another rank 0 of this job, meet there and be refused."""
+    store: dist.Store
     try:
         store = dist.TCPStore(
             environment.master_addr,
@@ -98,7 +99,7 @@ def _connect(environment: LaunchEnvironment, *, deadline: float, timeout_seconds
                     timeout=timedelta(seconds=timeout_seconds),
                 )
             )
-        except Exception as error:  # noqa: BLE001 (raised again below, on the caller's thread)
+        except Exception as error:
             found.append(error)
 
     # A listener that does not speak the store's protocol keeps torch waiting for ever, whatever its timeout.

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import torch
 
-__all__ = ["HEADER_BYTES", "INLINE_BYTES", "ScratchPool", "Slot", "SCRATCH"]
+__all__ = ["HEADER_BYTES", "INLINE_BYTES", "SCRATCH", "ScratchPool", "Slot"]
 
 HEADER = struct.Struct("<8q")
 HEADER_BYTES = HEADER.size

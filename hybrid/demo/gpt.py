@@ -45,6 +45,7 @@ class GPT(nn.Module):
 
     def __init__(self, *, width: int = 320, num_layers: int = 8, num_heads: int = 5, max_length: int = 256) -> None:
         super().__init__()
+        self.width = width
         self.embedding = nn.Embedding(NUM_BYTES, width)
         self.position = nn.Embedding(max_length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
@@ -64,7 +65,8 @@ class GPT(nn.Module):
 
     def forward(self, bytes_BT: torch.Tensor) -> torch.Tensor:
         positions_T = torch.arange(bytes_BT.shape[1], device=bytes_BT.device)
-        x_BTD = self.embedding(bytes_BT) + self.position(positions_T)
+        # Scaled, as in "Attention Is All You Need" §3.4: one weight serves as small head and as large input.
+        x_BTD = self.embedding(bytes_BT) * self.width**0.5 + self.position(positions_T)
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.head(self.norm(x_BTD))

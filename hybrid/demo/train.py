@@ -85,9 +85,9 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hybrid.demo.train", description="A byte-level GPT.")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--length", type=int, default=64, help="bytes per sequence")
-    parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate")
+    parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate")
     return parser.parse_args()
 
 

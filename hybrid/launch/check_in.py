@@ -98,9 +98,7 @@ def check_in(
     return _with_local_size(environment, verdict["hosts"])
 
 
-def _judge(
-    store: Store, environment: LaunchEnvironment, *, deadline: float, timeout_seconds: float
-) -> dict[str, Any]:
+def _judge(store: Store, environment: LaunchEnvironment, *, deadline: float, timeout_seconds: float) -> dict[str, Any]:
     arrivals: list[_Arrival] = []
     while True:
         arrivals += _read_arrivals(store, start=len(arrivals), deadline=deadline)
@@ -123,16 +121,14 @@ def _judge(
 
 def _read_arrivals(store: Store, *, start: int, deadline: float) -> list[_Arrival]:
     """The arrivals from number `start` on; a process that has its number writes its line right after."""
-    arrivals = []
+    arrivals: list[_Arrival] = []
     for number in range(start, store.add("arrivals", 0)):
         while not store.check([f"arrival/{number}"]):
             if time.monotonic() > deadline:
                 return arrivals
             time.sleep(_POLL_SECONDS)
         rank, world_size, agreement, host, pid = json.loads(store.get(f"arrival/{number}"))
-        arrivals.append(
-            _Arrival(rank=rank, world_size=world_size, agreement=agreement, host=host, pid=pid)
-        )
+        arrivals.append(_Arrival(rank=rank, world_size=world_size, agreement=agreement, host=host, pid=pid))
     return arrivals
 
 
@@ -154,14 +150,10 @@ def _contradictions(arrivals: Sequence[_Arrival]) -> list[str]:
         sizes[arrival.world_size].append(arrival)
         digests[arrival.agreement].append(arrival)
     if len(sizes) > 1:
-        said = "; ".join(
-            f"WORLD_SIZE={size} on {', '.join(map(str, who))}" for size, who in sorted(sizes.items())
-        )
+        said = "; ".join(f"WORLD_SIZE={size} on {', '.join(map(str, who))}" for size, who in sorted(sizes.items()))
         problems.append(f"{said}: expected one WORLD_SIZE on all processes")
     if len(digests) > 1:
-        said = "; ".join(
-            f"digest {digest or 'none'} on {', '.join(map(str, who))}" for digest, who in digests.items()
-        )
+        said = "; ".join(f"digest {digest or 'none'} on {', '.join(map(str, who))}" for digest, who in digests.items())
         problems.append(
             f"the strategies differ: {said}; expected the same strategy on all processes "
             "(compare strategy.to_yaml() of two of them)"
@@ -205,12 +197,11 @@ def _linger(store: Store) -> None:
 def _with_local_size(environment: LaunchEnvironment, hosts: dict[str, list[int]]) -> LaunchEnvironment:
     """Variables that were not set, from the ranks that met on this machine."""
     here = next(ranks for ranks in hosts.values() if environment.rank in ranks)
-    changed = {}
-    if "LOCAL_WORLD_SIZE" in environment.derived:
-        changed["local_world_size"] = len(here)
-    if "LOCAL_RANK" in environment.derived and "LOCAL_WORLD_SIZE" in environment.derived:
-        changed["local_rank"] = here.index(environment.rank)
-    return replace(environment, **changed)
+    if "LOCAL_WORLD_SIZE" not in environment.derived:
+        return environment
+    derived_rank = "LOCAL_RANK" in environment.derived
+    local_rank = here.index(environment.rank) if derived_rank else environment.local_rank
+    return replace(environment, local_world_size=len(here), local_rank=local_rank)
 
 
 def _place(environment: LaunchEnvironment) -> str:

@@ -127,8 +127,7 @@ class _Reader:
             return 0, 1, derived
         if local_world_size is not None and local_world_size > world_size:
             self._problems.append(
-                f"LOCAL_WORLD_SIZE={local_world_size} with WORLD_SIZE={world_size}, "
-                f"expected at most {world_size}"
+                f"LOCAL_WORLD_SIZE={local_world_size} with WORLD_SIZE={world_size}, expected at most {world_size}"
             )
         share = world_size if local_world_size is None else local_world_size
         if local_rank is None:
@@ -162,9 +161,7 @@ class _Reader:
         return None
 
     def _text(self) -> str:
-        seen = ", ".join(
-            f"{name}={self._environ[name]}" for name in (*_REQUIRED, *_LOCAL) if name in self._environ
-        )
+        seen = ", ".join(f"{name}={self._environ[name]}" for name in (*_REQUIRED, *_LOCAL) if name in self._environ)
         lines = "".join(f"\n  - {problem}" for problem in self._problems)
         return (
             f"the launch variables are wrong (set: {seen}):{lines}\n"

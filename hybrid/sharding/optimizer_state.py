@@ -118,15 +118,18 @@ class OptimizerShards:
 
         A parameter without a gradient on any rank is left alone, as plain torch leaves one whose `grad` is None.
         """
+        gradients: dict[str, torch.Tensor] = {}
         for bucket in self.buckets():
             bucket.apply_scale()
+            if bucket.settled is not None:
+                views = bucket.own_views(bucket.settled)
+                gradients.update((part.fqn, view) for part, view in zip(bucket.slices, views, strict=True))
         for shard in self._shards.values():
-            tensor, part = shard.tensor, shard.part
-            if tensor is None or part is None or shard.bucket.settled is None:
+            gradient = gradients.get(shard.fqn)
+            if shard.tensor is None or gradient is None or not shard.bucket.has_gradient_anywhere[shard.position]:
                 continue
-            if shard.bucket.has_gradient_anywhere[shard.position]:
-                gradient = shard.bucket.slice_view(shard.bucket.settled, part)
-                tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
+            same = gradient.dtype == shard.tensor.dtype
+            shard.tensor.grad = gradient if same else gradient.to(shard.tensor.dtype)
         try:
             with self.in_place():
                 return base_step()

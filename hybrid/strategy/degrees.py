@@ -26,6 +26,8 @@ class Degrees:
     by_axis: Mapping[str, int] | None
     choices: Mapping[str, Choice]
     problems: tuple[str, ...]
+    data_parallel_size: int | None = None
+    """World size / (pp × cp × tp), where that divides; also with a problem on the data axes."""
 
 
 def divisors(number: int) -> list[int]:
@@ -66,12 +68,15 @@ def solve_degrees(choices: Mapping[str, Choice], world_size: int) -> Degrees:
         return Degrees(by_axis=None, choices={}, problems=tuple(problems))
 
     _solve_data_axes(given, known, cut, world_size, problems)
+    model = math.prod(known[axis] for axis in MODEL_AXES)
+    data = None if world_size % model else world_size // model
     if problems:
-        return Degrees(by_axis=None, choices={}, problems=tuple(problems))
+        return Degrees(by_axis=None, choices={}, problems=tuple(problems), data_parallel_size=data)
     return Degrees(
         by_axis={axis: known[axis] for axis in AXES},
         choices=_explained(given, known, cut, world_size),
         problems=(),
+        data_parallel_size=data,
     )
 
 

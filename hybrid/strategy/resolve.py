@@ -75,16 +75,18 @@ def work_out(strategy: DistributedStrategy, world_size: int | None) -> WorkedOut
     choices["grad_reduce"] = _settle_grad_reduce(choices)
 
     layout: Layout | None = None
+    data_parallel_size: int | None = None
     if world_size is not None:
         world_size = _read_world_size(world_size, found)
     if world_size is not None and not _DEGREE_SETTINGS & found.contested:
         degrees = solve_degrees(choices, world_size)
         found.problems.extend(degrees.problems)
         choices.update(degrees.choices)
+        data_parallel_size = degrees.data_parallel_size  # known even where shard_size does not fit
         if degrees.by_axis is not None:
             layout = Layout(tuple(Axis(name=axis, size=degrees.by_axis[axis]) for axis in order))
-    if layout is not None and not _BATCH_SETTINGS & found.contested:
-        batch = solve_batch(choices, layout.degree("dp_replicate") * layout.degree("dp_shard"))
+    if data_parallel_size is not None and not _BATCH_SETTINGS & found.contested:
+        batch = solve_batch(choices, data_parallel_size)
         found.problems.extend(batch.problems)
         choices.update(batch.choices)
     elif choices["accumulate_steps"].value is None and choices["global_batch_size"].value is None:

@@ -58,9 +58,7 @@ def test_every_element_is_in_exactly_one_slice_of_exactly_one_shard(
 
 
 @given(all_sizes(), SHARDS, KIND)
-def test_a_slice_lies_where_its_parameter_and_its_shard_say(
-    sizes: Sizes, num_shards: int, kind: PartitionKind
-) -> None:
+def test_a_slice_lies_where_its_parameter_and_its_shard_say(sizes: Sizes, num_shards: int, kind: PartitionKind) -> None:
     """Protects against slices that read another parameter's elements or reach into another rank's shard."""
     partition = cut(sizes, num_shards, kind)
     offset_of = {entry.fqn: entry.offset_elements for entry in partition.entries}
