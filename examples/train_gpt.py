@@ -1,8 +1,8 @@
 """A small byte-level GPT in a plain loop: an ordinary model, an ordinary optimizer, two calls of hybrid.
 
-    python examples/train_gpt.py                                  one process
-    hybrid run --nproc 4 examples/train_gpt.py                    four ranks, ZeRO stage 2
-    torchrun --nproc-per-node 4 examples/train_gpt.py             the same under plain torchrun
+python examples/train_gpt.py                                  one process
+hybrid run --nproc 4 examples/train_gpt.py                    four ranks, ZeRO stage 2
+torchrun --nproc-per-node 4 examples/train_gpt.py             the same under plain torchrun
 """
 
 import argparse
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
     options = parser.parse_args()
 
+    torch.manual_seed(0)
     strategy = hybrid.DistributedStrategy()
     strategy.sharding = True
     strategy.sharding_configs = {"stage": 2}

@@ -30,7 +30,7 @@ def demo(
     shard_size: Annotated[
         int | None, typer.Option("--shard-size", help="Ranks that share one copy of the state.  [default: all]")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 160,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 120,
     batch: Annotated[
         int | None,
         typer.Option("--batch", help=f"Sequences per step over all ranks.  [default: about {DEFAULT_BATCH}]"),

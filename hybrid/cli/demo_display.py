@@ -121,7 +121,7 @@ class DemoDisplay:
         table.add_column("")
         table.add_column("plain data parallel", justify="right")
         table.add_column("this run", justify="right")
-        table.add_column("", justify="right")
+        table.add_column("this / plain", justify="right")
         rows = (
             ("parameters", parameters, max(memory.parameter_bytes for memory in ranks)),
             ("gradients", parameters, max(memory.gradient_bytes for memory in ranks)),

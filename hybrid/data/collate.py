@@ -21,9 +21,9 @@ class EmptyAwareCollate:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        collate = self._collate
-        if collate is None:
-            from torch.utils.data import default_collate as collate
+        from torch.utils.data import default_collate
+
+        collate = default_collate if self._collate is None else self._collate
         if samples:
             return collate(samples)
         return _cut_to_zero(collate([self._dataset[0]]))
@@ -40,7 +40,7 @@ def _cut_to_zero(batch: Any) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(_cut_to_zero, batch))
     if isinstance(batch, list | tuple):
-        if len(batch) == 1 and not isinstance(batch[0], torch.Tensor | Mapping | list | tuple):
-            return type(batch)()  # one string or object per sample
-        return type(batch)(map(_cut_to_zero, batch))
+        is_one_object = len(batch) == 1 and not isinstance(batch[0], torch.Tensor | Mapping | list | tuple)
+        kept = [] if is_one_object else map(_cut_to_zero, batch)  # a string, say, is an entry of its own
+        return tuple(kept) if isinstance(batch, tuple) else list(kept)
     return batch

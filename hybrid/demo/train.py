@@ -10,6 +10,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -20,6 +21,9 @@ import hybrid
 from hybrid.demo.corpus import ByteWindows, read_corpus
 from hybrid.demo.gpt import GPT
 from hybrid.demo.progress import Finished, Memory, ProgressWriter, Started, StepDone
+
+if TYPE_CHECKING:
+    from hybrid.compose.model import DistributedModel
 
 __all__: list[str] = []
 
@@ -84,10 +88,10 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hybrid.demo.train", description="A byte-level GPT.")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--length", type=int, default=64, help="bytes per sequence")
-    parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate")
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="largest learning rate")
     return parser.parse_args()
 
 
@@ -105,7 +109,7 @@ def endless(dataset: ByteWindows, batch_size: int) -> Iterator[Batch]:
         yield from loader
 
 
-def evaluate(model: torch.nn.Module, dataset: Subset[Batch], batch_size: int) -> float:
+def evaluate(model: DistributedModel, dataset: Subset[Batch], batch_size: int) -> float:
     """Mean loss over the whole set, each sample once, whatever the number of ranks."""
     sampler = hybrid.DistributedBatchSampler(dataset, batch_size)
     loss_sum, num_bytes = 0.0, 0.0
@@ -129,7 +133,7 @@ def lr_factor(step: int, num_steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
-def memory_of(model: torch.nn.Module, rank: int) -> Memory:
+def memory_of(model: DistributedModel, rank: int) -> Memory:
     live = model.memory_bytes()
     return Memory(
         rank=rank,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybrid.errors import LaunchError
+from hybrid.launch.script import ScriptCommand
 from hybrid.launch.variables import LOG_DIR_VARIABLE, PARENT_VARIABLE, STRATEGY_VARIABLE
 from hybrid.strategy import DistributedStrategy
 
@@ -47,8 +48,9 @@ class LaunchJob:
         problems = [*self._problems_of_nodes(), *self._problems_of_files()]
         if problems:
             raise LaunchError("; ".join(problems))
-        if self.strategy is not None:
-            DistributedStrategy.load(self.strategy).resolve(self.world_size)
+        strategy = self.strategy or os.environ.get(STRATEGY_VARIABLE)
+        if strategy:
+            DistributedStrategy.load(strategy).resolve(self.world_size)
 
     def _problems_of_nodes(self) -> list[str]:
         problems = []
@@ -117,8 +119,12 @@ class LaunchJob:
                 f"--master-addr={self.master_addr}",
                 f"--master-port={self.master_port or DEFAULT_MASTER_PORT}",
             ]
-        arguments += ["--module", "hybrid.launch.worker"]
-        return [*arguments, *(["-m"] if self.is_module else []), self.script, *self.arguments]
+        # The script's name is for whoever lists processes; worker.py reads the command from a file.
+        return [*arguments, "--module", "hybrid.launch.worker", self.script]
+
+    @property
+    def script_command(self) -> ScriptCommand:
+        return ScriptCommand(script=self.script, arguments=self.arguments, is_module=self.is_module)
 
     def worker_environment(self, log_dir: Path) -> dict[str, str]:
         """The environment of torchrun and, through it, of every rank."""

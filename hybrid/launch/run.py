@@ -54,6 +54,7 @@ def run_job(job: LaunchJob, *, on_poll: Callable[[Path], None] | None = None) ->
     job.check()
     log_dir = job.new_log_dir(time.strftime("%Y%m%d-%H%M%S"))
     (log_dir / "status").mkdir()
+    job.script_command.write(log_dir)
     started = time.monotonic()
     with _StopRequests() as stop:
         with (log_dir / "launcher.log").open("wb") as launcher_log:

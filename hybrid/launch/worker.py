@@ -1,4 +1,4 @@
-"""One rank of `hybrid run`: `python -m hybrid.launch.worker [-m] SCRIPT ARGS...`, started by torchrun.
+"""One rank of `hybrid run`: `python -m hybrid.launch.worker`, started by torchrun.
 
 Runs the script as `python SCRIPT ARGS...` (or `python -m`) would, and adds what a job of many processes
 needs:
@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from hybrid.launch.lifeline import end_with_parent
+from hybrid.launch.script import ScriptCommand
 from hybrid.launch.status import RankStatus, failure_now, log_path, stacks_path
 from hybrid.launch.variables import LOG_DIR_VARIABLE, PARENT_VARIABLE
 
@@ -59,7 +60,7 @@ def main() -> None:
     status.write(log_dir)
 
     try:
-        _run_script(sys.argv[1:])
+        _run_script(ScriptCommand.read(log_dir))
     except BaseException as error:
         if interruption.received:
             _leave(INTERRUPTED_EXIT_CODE)
@@ -79,18 +80,16 @@ def main() -> None:
     status.ended(0).write(log_dir)
 
 
-def _run_script(arguments: list[str]) -> None:
+def _run_script(command: ScriptCommand) -> None:
     """As `python` does it: sys.argv, sys.path[0] and `__main__` are the script's."""
-    is_module = arguments[0] == "-m"
-    script, *rest = arguments[1:] if is_module else arguments
-    sys.argv = [script, *rest]
-    if is_module:
+    sys.argv = [command.script, *command.arguments]
+    if command.is_module:
         # sys.path[0] is the current folder already, for this module was started with -m too.
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        runpy.run_module(command.script, run_name="__main__", alter_sys=True)
         return
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+        sys.path[0] = str(Path(command.script).resolve().parent)
+    runpy.run_path(command.script, run_name="__main__")
 
 
 def _redirect(descriptor: int, path: Path) -> None:

@@ -79,7 +79,12 @@ def check_stages_agree(world_size: int) -> None:
         {"stage": 2, "partition": "parameter", "overlap_comm": False},
     ]
     if world_size == 4:
-        layouts += [{"stage": 1, "shard_size": 2}, {"stage": 2, "shard_size": 2, "bucket_bytes": 100}]
+        layouts = [
+            *layouts[:2],
+            layouts[3],
+            {"stage": 1, "shard_size": 2},
+            {"stage": 2, "shard_size": 2, "bucket_bytes": 100},
+        ]
     for layout in layouts:
         with variant(accumulate_steps=3, micro_batch_size=4, gradient_clipping=0.5, **layout) as strategy:
             model, optimizer = wrapped(Tied(), adamw, strategy)
@@ -235,24 +240,31 @@ def check_odd_sizes(world_size: int) -> None:
         plain_optimizer.step()
         plain_optimizer.zero_grad()
     wanted = weights_of(plain)
-    for layout in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "partition": "parameter"}):
-        for bucket_bytes in (4, 1 << 20):
-            with variant(bucket_bytes=bucket_bytes, shard_size=world_size if layout["stage"] else None, **layout) as s:
-                model, optimizer = wrapped(Odd(), adam_in_groups, s)
-                for step in range(3):
-                    inputs = torch.randn(12, 7, generator=seeded(200 + step))
-                    result = model.train_batch(
-                        own_part(inputs), optimizer, forward_step=lambda model, batch: model(batch).square().mean()
-                    )
-                    assert_close(result.grad_norm, norms[step], ONE_STEP, f"norm of step {step}")
-                assert_weights(model, wanted, SEVERAL_STEPS)
-                state = optimizer.full_state_dict()["state"]
-                for name, shape in ODD_SHAPES.items():
-                    assert state[name]["exp_avg"].shape == shape
-                    assert state[name]["step"].shape == ()
-                    plain_state = plain_optimizer.state[getattr(plain, name)]
-                    for key, value in plain_state.items():
-                        assert_close(state[name][key], value, SEVERAL_STEPS, f"{key} of {name}")
+    layouts: list[dict[str, Any]] = [
+        {"stage": 0, "bucket_bytes": 4},
+        {"stage": 1, "shard_size": world_size},
+        {"stage": 1, "bucket_bytes": 4},
+        {"stage": 2, "bucket_bytes": 4, "shard_size": world_size},
+        {"stage": 2},
+        {"stage": 2, "partition": "parameter"},
+    ]
+    for layout in layouts:
+        with variant(**layout) as strategy:
+            model, optimizer = wrapped(Odd(), adam_in_groups, strategy)
+            for step in range(3):
+                inputs = torch.randn(12, 7, generator=seeded(200 + step))
+                result = model.train_batch(
+                    own_part(inputs), optimizer, forward_step=lambda model, batch: model(batch).square().mean()
+                )
+                assert_close(result.grad_norm, norms[step], ONE_STEP, f"norm of step {step}")
+            assert_weights(model, wanted, SEVERAL_STEPS)
+            state = optimizer.full_state_dict()["state"]
+            for name, shape in ODD_SHAPES.items():
+                assert state[name]["exp_avg"].shape == shape
+                assert state[name]["step"].shape == ()
+                plain_state = plain_optimizer.state[getattr(plain, name)]
+                for key, value in plain_state.items():
+                    assert_close(state[name][key], value, SEVERAL_STEPS, f"{key} of {name}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -200,6 +200,7 @@ def test_a_bucket_exceeds_the_size_only_for_one_large_parameter(sizes: list[list
 
 
 @given(UNIT_SIZES, st.integers(1, 200))
+@example([[1], [0, 1]], 1)
 def test_a_unit_that_fits_is_never_cut(sizes: list[list[int]], bucket_bytes: int) -> None:
     """Protects the overlap: a block's gradients leave in one piece when they can."""
     buckets = plan_buckets(units_of(sizes), bucket_bytes=bucket_bytes)

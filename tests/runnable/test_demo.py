@@ -1,0 +1,84 @@
+"""`hybrid demo`, short: it trains, compares, refuses and tidies up."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runnable.command import hybrid, start_hybrid
+
+
+@pytest.mark.slow
+def test_demo_trains_and_shows_what_sharding_saves(tmp_path: Path) -> None:
+    """The first thing a new user runs. Not a terminal here, so plain lines."""
+    folders_before = set(Path(tempfile.gettempdir()).glob("hybrid-demo-*"))
+    done = hybrid("demo", "--nproc", "2", "--steps", "4", "--batch", "4", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 ranks, ZeRO stage 2, 4 steps" in done.stdout
+    losses = [float(loss) for loss in re.findall(r"^step \d/4: loss ([\d.]+)", done.stdout, flags=re.MULTILINE)]
+    assert len(losses) == 4
+    before, after = map(float, re.search(r"Held-out loss: ([\d.]+) .* before, ([\d.]+) after", done.stdout).groups())
+    assert after < before - 0.3
+    # The sizes that stage 2 promises on 2 ranks: parameters whole, the rest halved, traffic as plain data
+    # parallel.
+    ratios = dict(re.findall(r"│ ([a-z][^│]*?) +│[^│]*│[^│]*│ +(\d+)% │", done.stdout))
+    assert ratios == {
+        "parameters": "100",
+        "gradients": "50",
+        "optimizer state (AdamW)": "50",
+        "together": "63",
+        "sent per step": "100",
+    }
+    assert "Next: README.md" in done.stdout
+    assert set(Path(tempfile.gettempdir()).glob("hybrid-demo-*")) == folders_before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["--stage", "2", "--shard-size", "3"], "shard_size", id="shard-size"),
+        pytest.param(["--batch", "7"], "--batch is 7, which does not divide over 4 .*; try 8", id="batch"),
+        pytest.param(["--strategy", "one.yaml", "--stage", "2"], "--stage is 2 but one.yaml says 1", id="stage"),
+        pytest.param(["--strategy", "one.yaml", "--batch", "8"], "--batch is 8 but the strategy gives 16", id="two"),
+        pytest.param(["--strategy", "none.yaml"], "none.yaml", id="no-file"),
+        pytest.param(["--steps", "0"], "is 0; expected 1 or more", id="steps"),
+    ],
+)
+def test_demo_refuses_before_it_starts(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    (tmp_path / "one.yaml").write_text("sharding: true\nsharding_configs: {stage: 1}\nmicro_batch_size: 4\n")
+    done = hybrid("demo", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.search(expected, done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_an_example(tmp_path: Path) -> None:
+    done = hybrid("demo", "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "hybrid demo --stage 1 --steps 50" in done.stdout
+
+
+def test_ctrl_c_ends_the_demo(tmp_path: Path) -> None:
+    """While it trains, from the terminal: one line, no tracebacks, no rank left."""
+    process = start_hybrid("demo", "--nproc", "2", cwd=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("9.97 M parameters"):
+            break
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) == 3  # torchrun and two ranks
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10
+    assert process.returncode == 130
+    assert re.fullmatch(r"hybrid demo: stopped by Ctrl-C after .* s; all 2 ranks have ended; logs: .*\n", stderr)
+    assert not any(rank.is_running() for rank in ranks)

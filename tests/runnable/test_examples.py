@@ -1,0 +1,67 @@
+"""Every example is short and runs as its first lines say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runnable.command import ROOT, environment, hybrid
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MAX_LINES = 80
+
+
+def name_of(path: Path) -> str:
+    return path.stem
+
+
+def last_loss(output: str) -> float:
+    return float(re.findall(r"loss ([\d.]+)", output)[-1])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_example_is_short_and_says_how_to_run_it(path: Path) -> None:
+    """An example longer than a screen or two is read by nobody."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES
+    head = "\n".join(lines[:10])
+    for command in (f"python examples/{path.name}", f"hybrid run --nproc 4 examples/{path.name}", "torchrun"):
+        assert command in head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_example_runs_alone_under_hybrid_run_and_under_torchrun(path: Path, tmp_path: Path) -> None:
+    """One script for one process, our launcher and plain torchrun."""
+    arguments = ["--steps", "12"]
+    alone = subprocess.run(
+        [sys.executable, str(path), *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert last_loss(alone.stdout) < 4.5  # 5.5 is chance
+
+    launched = hybrid("run", "--nproc", "2", str(path), *arguments, cwd=tmp_path)
+    assert (launched.returncode, launched.stderr) == (0, "")
+    assert last_loss(launched.stdout) < 4.5
+
+    torchrun = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path), *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert torchrun.returncode == 0, torchrun.stderr
+    assert torchrun.stdout == launched.stdout

@@ -1,0 +1,206 @@
+"""How gradients get from autograd into the bucket, next to the user's own hooks. One process, no group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hybrid.collectives import ops
+from hybrid.contracts.partition import partition_bucket
+from hybrid.errors import GradientAccessError, ModelError
+from hybrid.sharding.bucket import Bucket, BucketKey
+from hybrid.sharding.gradient_handle import GradientHandle
+from hybrid.sharding.reduce import Reducer
+
+
+def alone() -> ops.Group:
+    return ops.Group(process_group=None, ranks=(0,), rank=0, axis="world")
+
+
+class Hooked:
+    """A model of two layers whose gradients go into one bucket of one rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        parameters = dict(model.named_parameters())
+        key = BucketKey(dtype=torch.float32, grad_dtype=torch.float32, sync_axes=("dp_shard",))
+        partition = partition_bucket([(n, p.numel()) for n, p in parameters.items()], num_shards=1, element_bytes=4)
+        self.bucket = Bucket(
+            index=0, key=key, partition=partition, parameters=list(parameters.values()), shard=0, counts=True
+        )
+        self.reducer = Reducer([self.bucket], groups=[(alone(), alone())], overlap=True)
+
+    def gradient(self, fqn: str) -> torch.Tensor:
+        """The sum of everything since the start, as the optimizer would see it."""
+        self.reducer.reduce_all()
+        self.bucket.settle(1.0)
+        assert self.bucket.settled is not None
+        return self.bucket.view(self.bucket.settled, self.bucket.position_of[fqn])
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def inputs() -> torch.Tensor:
+    return torch.arange(6.0).reshape(2, 3) / 6
+
+
+@pytest.fixture
+def hooked() -> Hooked:
+    return Hooked(layers())
+
+
+@pytest.fixture
+def plain() -> nn.Sequential:
+    return layers()
+
+
+def assert_gradients(hooked: Hooked, plain: nn.Module) -> None:
+    for name, parameter in plain.named_parameters():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(hooked.gradient(name), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_after_backward_every_gradient_is_in_the_bucket_and_a_placeholder_in_its_place(
+    hooked: Hooked, plain: nn.Sequential
+) -> None:
+    """Protects against a gradient that is counted twice (bucket and p.grad) or is in neither."""
+    for model in (hooked.model, plain):
+        model(inputs()).sum().backward()
+    assert all(type(p.grad) is GradientHandle for p in hooked.model.parameters())
+    assert_gradients(hooked, plain)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_backwards_add_up(hooked: Hooked, plain: nn.Sequential, times: int) -> None:
+    """Protects accumulation: the second backward must not meet the placeholder of the first."""
+    for model in (hooked.model, plain):
+        for scale in range(1, times + 1):
+            (model(inputs()).sum() * scale).backward()
+    assert_gradients(hooked, plain)
+
+
+def test_two_losses_over_one_graph(hooked: Hooked, plain: nn.Sequential) -> None:
+    """Protects retain_graph: both passes count."""
+    for model in (hooked.model, plain):
+        output = model(inputs())
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+    assert_gradients(hooked, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_counts_each_gradient_once(hooked: Hooked, plain: nn.Sequential, reentrant: bool) -> None:
+    """Protects checkpointed layers, whose hooks fire inside another backward, or several times in it."""
+    for model in (hooked.model, plain):
+        hidden = inputs().requires_grad_()
+        for layer in (model[0], model[1], model[2]):
+            hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
+        hidden.sum().backward()
+    assert_gradients(hooked, plain)
+
+
+def test_a_layer_used_three_times_sums_its_uses(plain: nn.Sequential) -> None:
+    """Protects shared layers: the hook fires once, with the whole sum."""
+    model = nn.Linear(3, 3)
+    other = nn.Linear(3, 3)
+    other.load_state_dict(model.state_dict())
+    hooked = Hooked(model)
+    for layer in (model, other):
+        layer(layer(layer(inputs()))).sum().backward()
+    assert_gradients(hooked, other)
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_the_users_hooks_change_the_gradient_as_in_plain_torch(registered: str) -> None:
+    """Protects masks and scales on single parameters, whoever came first."""
+    model, other = layers(), layers()
+    for each in (model, other) if registered == "before" else (other,):
+        each[0].weight.register_hook(lambda gradient: gradient * 3)
+    hooked = Hooked(model)
+    if registered == "after":
+        model[0].weight.register_hook(lambda gradient: gradient * 3)
+    for each in (model, other):
+        for _ in range(2):
+            each(inputs()).sum().backward()
+    assert_gradients(hooked, other)
+
+
+def test_a_gradient_hook_of_the_user_sees_a_gradient_every_time(hooked: Hooked) -> None:
+    """Protects logging of gradient norms by hooks: it reads this rank's new gradient, never the placeholder."""
+    norms: list[float] = []
+    hooked.model[0].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+    for _ in range(3):
+        hooked.model(inputs()).sum().backward()
+    assert len(norms) == 3
+    assert len(set(norms)) == 1
+    assert norms[0] > 0
+
+
+def test_a_post_accumulate_hook_that_reads_the_placeholder_is_told(hooked: Hooked) -> None:
+    """Protects against an optimizer inside backward that steps on a gradient which is not there."""
+
+    def step_in_backward(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+
+    hooked.model[2].weight.register_post_accumulate_grad_hook(step_in_backward)
+    loss = hooked.model(inputs()).sum()
+    with pytest.raises(GradientAccessError, match=r"2\.weight"):
+        loss.backward()
+
+
+def test_autograd_grad_neither_fills_nor_empties_the_bucket(hooked: Hooked, plain: nn.Sequential) -> None:
+    """Protects gradient penalties and probes: torch.autograd.grad gives values and leaves p.grad alone."""
+    for model in (hooked.model, plain):
+        model(inputs()).sum().backward()
+        found = torch.autograd.grad(model(inputs()).square().sum(), list(model.parameters()), create_graph=True)
+        assert all(type(gradient) is torch.Tensor for gradient in found)
+        sum(gradient.square().sum() for gradient in found).backward()
+    assert_gradients(hooked, plain)
+
+
+class Silent(torch.autograd.Function):
+    """Uses the weight and returns no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ ctx.saved_tensors[0], None
+
+
+def test_a_hook_that_fires_without_a_gradient_counts_for_nothing() -> None:
+    """Protects the count of real gradients: a parameter that got none is left alone by the optimizer."""
+    hooked = Hooked(nn.Linear(3, 4))
+    x = inputs().requires_grad_()
+    Silent.apply(x, hooked.model.weight).sum().backward()
+    assert hooked.bucket.has_gradient == [False, False]
+    assert hooked.model.weight.grad is None
+
+
+def test_gradients_set_to_none_by_hand_are_forgotten(hooked: Hooked, plain: nn.Sequential) -> None:
+    """Protects the oldest spelling of zero_grad."""
+    for model in (hooked.model, plain):
+        (model(inputs()).sum() * 100).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(inputs()).sum().backward()
+    assert_gradients(hooked, plain)
+
+
+def test_a_gradient_set_by_hand_is_refused_by_name(hooked: Hooked) -> None:
+    """Protects against a value that only this rank has and that nobody sums."""
+    hooked.model(inputs()).sum().backward()
+    hooked.model[0].bias.grad = torch.ones(4)
+    with pytest.raises(ModelError, match=r"0\.bias"):
+        hooked.reducer.reduce_all()
