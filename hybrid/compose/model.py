@@ -6,7 +6,7 @@ The order of the rewrites is visible in one function, `distributed_model`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -66,6 +66,7 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         group_of=lambda axes: mesh.group(*axes),
     )
     _align_values(model, engine, mesh)
+    engine.start_unsharding(model)
     runtime = Runtime(engine, mesh=mesh, strategy=resolved)
     model.__class__ = _extended(type(model))
     extended = cast(DistributedModel, model)
@@ -198,19 +199,25 @@ class DistributedModel(nn.Module):
         return self.hybrid_runtime.memory_bytes()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The plain model's state dict: its names and shapes, whole values, references as in plain torch."""
-        self.hybrid_runtime.engine.gather.finish()
-        result: dict[str, Any] = super().state_dict(*args, **kwargs)
+        """The plain model's state dict: its names and shapes, whole values.
+
+        References as in plain torch; at stage 3 copies, and then *collective*.
+        """
+        engine = self.hybrid_runtime.engine
+        with engine.whole():
+            result: dict[str, Any] = super().state_dict(*args, **kwargs)
+            if engine.unsharder is not None:
+                copies: dict[int, torch.Tensor] = {}
+                for name, value in result.items():
+                    if isinstance(value, torch.Tensor):
+                        result[name] = copies.setdefault(value.data_ptr(), value.clone())
         return result
 
     def full_state_dict(self) -> dict[str, Any]:
         """Copies on the CPU of the plain model's whole state dict. *Collective.*"""
         state = self.state_dict()
-        copies: dict[int, torch.Tensor] = {}
         return {
-            name: copies.setdefault(id(value), value.detach().cpu().clone())
-            if isinstance(value, torch.Tensor)
-            else value
+            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
             for name, value in state.items()
         }
 
@@ -234,10 +241,39 @@ class DistributedModel(nn.Module):
             raise ModelError(
                 "load_state_dict(assign=True) would take parameters out of their buckets; use assign=False"
             )
-        self.hybrid_runtime.engine.gather.finish()
-        result = super().load_state_dict(state_dict, strict=strict)
-        self.hybrid_runtime.engine.refresh_masters()
-        return result
+        with self.hybrid_runtime.engine.whole():
+            return super().load_state_dict(state_dict, strict=strict)
+
+    def gather_parameters(
+        self, parameters: str | nn.Parameter | Sequence[str | nn.Parameter] | None = None
+    ) -> AbstractContextManager[None]:
+        """Inside, these parameters are whole and may be read and edited in place; edits count on leaving.
+
+        *Collective* at stage 3, and every rank must make the same edit; at stages 0–2 values are whole anyway, and
+        this only carries edits into fp32 masters.
+
+        Args:
+            parameters: fqns, names of modules, or parameters; None for all.
+
+        Raises:
+            ModelError: a name or parameter that is not in the model.
+        """
+        engine = self.hybrid_runtime.engine
+        if parameters is None:
+            return engine.whole()
+        asked = [parameters] if isinstance(parameters, str | nn.Parameter) else list(parameters)
+        fqns: list[str] = []
+        for one in asked:
+            found = (
+                [fqn for fqn in engine.parameters if fqn == one or fqn.startswith(f"{one}.")]
+                if isinstance(one, str)
+                else [engine.fqn_of[id(one)]] * (id(one) in engine.fqn_of)
+            )
+            if not found:
+                what = repr(one) if isinstance(one, str) else f"a parameter of shape {tuple(one.shape)}"
+                raise ModelError(f"gather_parameters: {what} is not in the model")
+            fqns += found
+        return engine.whole(fqns)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ModelError(
@@ -331,6 +367,7 @@ def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
         overlap_comm=resolved.overlap_comm,
         grad_dtype=resolved.grad_dtype,
         partition="parameter" if resolved.partition == "parameter" else "element",
+        prefetch=resolved.prefetch,
     )
 
 
@@ -339,10 +376,11 @@ def _align_values(model: nn.Module, engine: ShardingEngine, mesh: Mesh) -> None:
     group = mesh.group(*DATA_AXES)
     if group.size == 1:
         return
-    for bucket in engine.buckets:
+    for bucket in engine.all_buckets():
         ops.broadcast(bucket.data, source=0, group=group, tag=bucket.index).wait()
-    engine.refresh_masters()
-    others = [p for _, p in model.named_parameters() if id(p) not in engine.fqn_of or not p.requires_grad]
+        bucket.take_own_from_data()
+    inside = {fqn for bucket in engine.all_buckets() for fqn in bucket.fqns}
+    others = [p for fqn, p in model.named_parameters() if fqn not in inside]
     buffers = dict.fromkeys([*others, *model.buffers()])
     for tensor in buffers:
         flat = tensor.detach().reshape(-1).contiguous().clone()

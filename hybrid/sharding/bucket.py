@@ -2,7 +2,9 @@
 
 Lifetime of the buffers, B = bytes of the bucket, N = ranks of the shard group:
 
-    data         parameters, B. The model's parameters are views into it, for ever.
+    data         parameters, B. The model's parameters are views into it, for ever. At stage 3 its storage has
+                 zero bytes except while a unit that needs it computes.
+    cut          own shard of the parameters, B/N, at stage 3 only; else the shard is a range of `data`.
     local        this rank's gradients since the last reduction, B. Born with the first gradient, gone with
                  the reduction.
     raw          sum over the ranks of what has been reduced since the last settlement, B/N, not yet scaled.
@@ -64,12 +66,14 @@ class Bucket:
         parameters: Sequence[torch.nn.Parameter],
         shard: int,
         counts: bool,
+        cut_parameters: bool = False,
     ) -> None:
         """
         Args:
             index: position in the launch order.
             parameters: in the order of `partition.entries`.
             counts: whether this rank counts its shard in sums over the world (one copy of each element does).
+            cut_parameters: keep the own shard apart from `data`, so that `data` can be freed (stage 3).
         """
         self.index = index
         self.key = key
@@ -91,7 +95,10 @@ class Bucket:
         self.slice_of: dict[str, Slice] = {part.fqn: part for part in self.slices}
         self.low, self.high = partition.bounds[shard], partition.bounds[shard + 1]
         own = self.data[self.low : self.high]
-        self.master = own.to(torch.float32, copy=True) if key.dtype in LOW_PRECISION else None
+        self.cut = own.clone() if cut_parameters else None
+        trainable = any(parameter.requires_grad for parameter in self.parameters)
+        self.master = own.to(torch.float32, copy=True) if key.dtype in LOW_PRECISION and trainable else None
+        self._data_bytes = self.data.untyped_storage().nbytes()
         self._own_sizes, self._own_shapes = self._split_plan()
         gaps = [torch.arange(begin, end, device=device) for begin, end in partition.gaps()]
         self._gaps = torch.cat(gaps) if gaps else None
@@ -113,7 +120,7 @@ class Bucket:
         for part in self.slices:
             sizes += [part.offset_elements - position, part.num_elements]
             position = part.offset_elements + part.num_elements
-            own = self.slice_view(self.data[self.low : self.high], part)
+            own = self.slice_view(self.own_parameters(), part)
             shapes.append(tuple(own.shape) if own.is_contiguous() else None)
         return [*sizes, self.high - position], shapes
 
@@ -125,8 +132,41 @@ class Bucket:
         return flat.as_strided(shape, strides, flat.storage_offset() + self.partition.entries[position].offset_elements)
 
     def own_data(self) -> torch.Tensor:
-        """The own shard of the parameters: what the optimizer updates, fp32 master or the buffer itself."""
-        return self.data[self.low : self.high] if self.master is None else self.master
+        """The own shard of the parameters: what the optimizer updates, fp32 master or the parameters themselves."""
+        return self.own_parameters() if self.master is None else self.master
+
+    def own_parameters(self) -> torch.Tensor:
+        """The own shard in the parameters' dtype."""
+        return self.data[self.low : self.high] if self.cut is None else self.cut
+
+    def allocate_data(self) -> None:
+        """Give the freed whole buffer its memory again, own range filled."""
+        assert self.cut is not None
+        self.data.untyped_storage().resize_(self._data_bytes)
+        self.data[self.low : self.high].copy_(self.cut)
+
+    def free_data(self) -> None:
+        """Take the whole buffer's memory away; the storage object stays, and with it all views of it."""
+        ops.release(self.data)
+        self.data.untyped_storage().resize_(0)
+
+    def take_own_from_data(self) -> None:
+        """What was written into the whole buffer becomes the own shard, and the master."""
+        own = self.data[self.low : self.high]
+        if self.cut is not None:
+            self.cut.copy_(own)
+        if self.master is not None:
+            self.master.copy_(own)
+
+    def write_back_master(self) -> None:
+        """After an update: the parameters' dtype follows the master."""
+        if self.master is not None:
+            self.own_parameters().copy_(self.master)
+
+    def parameter_bytes(self) -> int:
+        """Live bytes: whole buffer, own shard, master."""
+        extra = (tensor for tensor in (self.cut, self.master) if tensor is not None)
+        return self.data.untyped_storage().nbytes() + sum(t.untyped_storage().nbytes() for t in extra)
 
     def slice_view(self, shard_buffer: torch.Tensor, part: Slice) -> torch.Tensor:
         """`part` within a buffer over the own shard: in the parameter's own shape if it is whole, else flat."""
@@ -146,7 +186,12 @@ class Bucket:
         ]
 
     def moved(self) -> str | None:
-        """The fqn of a parameter whose `data` was replaced since wrapping, if there is one."""
+        """The fqn of a parameter whose `data` was replaced since wrapping, if there is one.
+
+        Not asked at stage 3: replacing the data of an absent parameter is refused when it is tried.
+        """
+        if self.cut is not None:
+            return None
         for fqn, parameter, address in zip(self.fqns, self.parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 return fqn

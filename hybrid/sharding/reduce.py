@@ -39,14 +39,21 @@ class Reducer:
         groups: per bucket, the group over which its gradients are reduced now (the shard group, or every
             rank that shares the parameter at stage 0) and the group of replicas, reduced once per settlement.
         overlap: launch during backward; else all at its end.
+        after_gradients: told of each bucket whose gradients are all there in this round.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], *, groups: Sequence[tuple[ops.Group, ops.Group]], overlap: bool
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        groups: Sequence[tuple[ops.Group, ops.Group]],
+        overlap: bool,
+        after_gradients: Callable[[Bucket], None] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self._groups = tuple(groups)
         self._overlap = overlap
+        self._after_gradients = after_gradients
         self.synchronise = True
         self.defer_end = False  # train_batch closes the round itself, right after its own backward
         self.rounds_since_settlement = 0
@@ -138,8 +145,11 @@ class Reducer:
         if not arrived[position]:
             arrived[position] = True
             self._missing[bucket.index] -= 1
-            if self._overlap and self._missing[bucket.index] == 0:
-                self._launch_ready()
+            if self._missing[bucket.index] == 0:
+                if self._after_gradients is not None:
+                    self._after_gradients(bucket)
+                if self._overlap:
+                    self._launch_ready()
 
     def _begin(self) -> None:
         self._open = True
