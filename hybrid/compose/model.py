@@ -21,6 +21,8 @@ from hybrid.compose.runtime import Runtime
 from hybrid.contracts.placement import Placement, replicated
 from hybrid.errors import GradientAccessError, ModelError
 from hybrid.mesh import Mesh
+from hybrid.precision.casting import autocasting, compute_dtypes, install_casts
+from hybrid.recompute import find_recompute_units, install_recompute
 from hybrid.sharding import state_view
 from hybrid.sharding.engine import EngineSettings, ShardingEngine
 from hybrid.sharding.units import plan_units
@@ -55,17 +57,25 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
     model.to(mesh.device)
     parameters = dict(model.named_parameters())
     placements = _placements(model)
+    units = plan_units(model, class_names=resolved.units)
     _check_alike_on_all_ranks(parameters, mesh)
-    # chunks -> tensor parallel -> recompute -> compile -> sharding: the stages built so far
+    _align_values(model, mesh)
+    # recompute -> precision -> sharding; chunks, tensor parallel and compile will come before and between
+    if resolved.recompute is not None:
+        blocks = [unit.name for unit in units if not unit.is_around]
+        chosen = find_recompute_units(model, resolved.recompute.units, blocks=blocks)
+        policy, preserve_rng = resolved.recompute.policy, resolved.recompute.preserve_rng
+        install_recompute(model, chosen, policy=policy, preserve_rng=preserve_rng)
+    low_dtypes = _install_precision(model, resolved, mesh) if resolved.amp is not None else {}
     engine = ShardingEngine(
         parameters,
         placements=placements,
-        units=plan_units(model, class_names=resolved.units),
+        units=units,
         settings=_engine_settings(resolved),
         coordinates={axis.name: mesh.coordinate(axis.name) for axis in mesh.layout.axes},
         group_of=lambda axes: mesh.group(*axes),
+        compute_dtypes=low_dtypes,
     )
-    _align_values(model, engine, mesh)
     engine.start_unsharding(model)
     runtime = Runtime(engine, mesh=mesh, strategy=resolved)
     model.__class__ = _extended(type(model))
@@ -366,24 +376,30 @@ def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
         bucket_bytes=resolved.bucket_bytes,
         overlap_comm=resolved.overlap_comm,
         grad_dtype=resolved.grad_dtype,
+        reduce_dtype=resolved.reduce_dtype,
         partition="parameter" if resolved.partition == "parameter" else "element",
         prefetch=resolved.prefetch,
     )
 
 
-def _align_values(model: nn.Module, engine: ShardingEngine, mesh: Mesh) -> None:
+def _align_values(model: nn.Module, mesh: Mesh) -> None:
     """Give every data-parallel rank the first one's parameters and buffers."""
     group = mesh.group(*DATA_AXES)
     if group.size == 1:
         return
-    for bucket in engine.all_buckets():
-        ops.broadcast(bucket.data, source=0, group=group, tag=bucket.index).wait()
-        bucket.take_own_from_data()
-    inside = {fqn for bucket in engine.all_buckets() for fqn in bucket.fqns}
-    others = [p for fqn, p in model.named_parameters() if fqn not in inside]
-    buffers = dict.fromkeys([*others, *model.buffers()])
-    for tensor in buffers:
+    for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
         flat = tensor.detach().reshape(-1).contiguous().clone()
         ops.broadcast(flat, source=0, group=group).wait()
         with torch.no_grad():
             tensor.copy_(flat.view(tensor.shape))
+
+
+def _install_precision(model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh) -> dict[str, torch.dtype]:
+    """Wrap forwards; returns the parameters that become low precision, with their dtype (level O2)."""
+    amp = resolved.amp
+    assert amp is not None
+    dtype: torch.dtype = getattr(torch, amp.dtype)
+    low = compute_dtypes(model, dtype=dtype, custom_fp32=amp.custom_fp32)
+    install_casts(model, custom_fp32=amp.custom_fp32)
+    model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type)  # type: ignore[method-assign]
+    return low if amp.level == "O2" else {}

@@ -148,9 +148,7 @@ class DistributedBatchSampler:
         if num_batches is not None:
             bounds = self._bounds(self._start)
             if not 0 <= num_batches < len(bounds):
-                raise BatchError(
-                    f"state_dict: num_batches is {num_batches}; this pass has {len(bounds) - 1} batches"
-                )
+                raise BatchError(f"state_dict: num_batches is {num_batches}; this pass has {len(bounds) - 1} batches")
             position = bounds[num_batches]
         epoch = self.epoch
         if position >= self.length or self._num_left(position) == 0:
@@ -171,9 +169,7 @@ class DistributedBatchSampler:
         """
         expected = {"epoch", "position_samples", "length", "shuffle", "seed"}
         if set(state) != expected:
-            raise BatchError(
-                f"load_state_dict: the state has keys {sorted(state)}; expected {sorted(expected)}"
-            )
+            raise BatchError(f"load_state_dict: the state has keys {sorted(state)}; expected {sorted(expected)}")
         own = {"length": self.length, "shuffle": self.shuffle, "seed": self.seed}
         differing = [
             f"{name} is {value!r} here and {state[name]!r} in the state"
@@ -238,9 +234,7 @@ class DistributedBatchSampler:
         if self.num_replicas < 1:
             problems.append(f"num_replicas is {self.num_replicas}; expected 1 or more")
         elif not 0 <= self.rank < self.num_replicas:
-            problems.append(
-                f"rank is {self.rank}; expected 0..{self.num_replicas - 1} of {self.num_replicas} replicas"
-            )
+            problems.append(f"rank is {self.rank}; expected 0..{self.num_replicas - 1} of {self.num_replicas} replicas")
         if self.seed < 0:
             problems.append(f"seed is {self.seed}; expected 0 or more")
         if self.tail not in get_args(Tail):

@@ -60,9 +60,7 @@ def read_statuses(log_dir: Path) -> dict[int, RankStatus]:
 
 def failure_now(*, kind: str, message: str, traceback: str, stderr_bytes: int) -> Failure:
     """A failure with the time of this moment."""
-    return Failure(
-        time_seconds=time.time(), kind=kind, message=message, traceback=traceback, stderr_bytes=stderr_bytes
-    )
+    return Failure(time_seconds=time.time(), kind=kind, message=message, traceback=traceback, stderr_bytes=stderr_bytes)
 
 
 def log_path(log_dir: Path, rank: int, stream: str) -> Path:

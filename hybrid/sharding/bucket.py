@@ -86,18 +86,22 @@ class Bucket:
         device = self.parameters[0].device
         self.data = torch.zeros(partition.num_elements, dtype=key.dtype, device=device)
         self._shapes = tuple((tuple(p.shape), own_strides(p)) for p in self.parameters)
+        trainable = any(parameter.requires_grad for parameter in self.parameters)
+        # Masters come from the values as given, not from their low-precision copies.
+        wants_master = key.dtype in LOW_PRECISION and trainable
+        precise = torch.zeros(partition.num_elements, device=device) if wants_master else None
         for position, parameter in enumerate(self.parameters):
             view = self.view(self.data, position)
             view.copy_(parameter.detach())
+            if precise is not None:
+                self.view(precise, position).copy_(parameter.detach())
             parameter.data = view
         self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
         self.slices = partition.slices(shard)
         self.slice_of: dict[str, Slice] = {part.fqn: part for part in self.slices}
         self.low, self.high = partition.bounds[shard], partition.bounds[shard + 1]
-        own = self.data[self.low : self.high]
-        self.cut = own.clone() if cut_parameters else None
-        trainable = any(parameter.requires_grad for parameter in self.parameters)
-        self.master = own.to(torch.float32, copy=True) if key.dtype in LOW_PRECISION and trainable else None
+        self.cut = self.data[self.low : self.high].clone() if cut_parameters else None
+        self.master = None if precise is None else precise[self.low : self.high].clone()
         self._data_bytes = self.data.untyped_storage().nbytes()
         self._own_sizes, self._own_shapes = self._split_plan()
         gaps = [torch.arange(begin, end, device=device) for begin, end in partition.gaps()]
@@ -239,11 +243,11 @@ class Bucket:
         own = buffer[self.low : self.high]
         if self.raw is not None:
             self.raw.add_(own)
-        elif self.partition.num_shards == 1:
+        elif self.partition.num_shards == 1 and own.dtype == self.key.grad_dtype:
             self.raw = own
             return
         else:
-            self.raw = own.clone()
+            self.raw = own.to(self.key.grad_dtype, copy=True)
         ops.release(buffer)
 
     def settle(self, scale: float) -> None:

@@ -39,6 +39,7 @@ class ShardingEngine:
         units: from `plan_units`, in registration order.
         coordinates: this rank's coordinate on each mesh axis.
         group_of: axes -> group of the ranks that differ from this one on these axes alone.
+        compute_dtypes: fqn -> lower dtype that a parameter gets; its fp32 master keeps the values as given.
 
     Raises:
         ModelError: a parameter without a record, on another device than the rest, or two that share memory.
@@ -53,6 +54,7 @@ class ShardingEngine:
         settings: EngineSettings,
         coordinates: Mapping[str, int],
         group_of: Callable[[tuple[str, ...]], ops.Group],
+        compute_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.settings = settings
         self.parameters = dict(parameters)
@@ -63,6 +65,7 @@ class ShardingEngine:
         self.fqn_of = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
         self._coordinates = dict(coordinates)
         self._group_of = group_of
+        self._compute_dtypes = dict(compute_dtypes or {})
         self._units = tuple(units)
         self.settlements = 0
         self.unsharder: Unsharder | None = None
@@ -89,6 +92,7 @@ class ShardingEngine:
             self.buckets,
             groups=reduce_groups,
             overlap=self.settings.overlap_comm,
+            reduce_dtype=None if self.settings.reduce_dtype == "grad" else getattr(torch, self.settings.reduce_dtype),
             after_gradients=self._after_gradients,
         )
         self.gather = ParameterGather(self.buckets, groups=self._shard_groups[: len(self.buckets)])
@@ -104,6 +108,7 @@ class ShardingEngine:
             kind=kind,
             coordinates=self._coordinates,
             group_of=self._group_of,
+            compute_dtypes=self._compute_dtypes,
             first_index=first_index,
         )
 
@@ -148,7 +153,7 @@ class ShardingEngine:
     def settle(self, scale: float) -> None:
         """The reduced sums, times `scale`, become the gradient that norm, clip and step see."""
         for bucket in self.buckets:
-            bucket.settle(scale)
+            bucket.settle(scale * self.reducer.undo_scale(bucket))
         self.settlements += 1
 
     def zero_grad(self, parameters: Sequence[torch.nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:

@@ -19,6 +19,7 @@ from hybrid.sharding.units import Unit, plan_buckets
 __all__ = ["CUT_AXES", "EngineSettings", "check_parameters", "make_buckets", "split_axes"]
 
 GradDtype = Literal["float32", "bfloat16", "float16", "param"]
+ReduceDtype = Literal["float32", "bfloat16", "float16", "grad"]
 
 # Axes over which ZeRO cuts; the other axes of a parameter's `partial_axes` hold replicas of the shards.
 CUT_AXES = ("dp_shard", "cp")
@@ -32,6 +33,7 @@ class EngineSettings:
     bucket_bytes: int
     overlap_comm: bool
     grad_dtype: GradDtype
+    reduce_dtype: ReduceDtype = "grad"
     partition: PartitionKind
     prefetch: int = 1
 
@@ -51,6 +53,7 @@ def make_buckets(
     kind: PartitionKind,
     coordinates: Mapping[str, int],
     group_of: Callable[[tuple[str, ...]], ops.Group],
+    compute_dtypes: Mapping[str, torch.dtype],
     first_index: int = 0,
 ) -> tuple[Bucket, ...]:
     """Put `parameters` (all trainable, or all frozen) into buckets, in launch order: reverse registration.
@@ -59,7 +62,10 @@ def make_buckets(
     """
     launch_order = {fqn: place for place, fqn in enumerate(reversed(parameters))}
     planned: list[tuple[BucketKey, tuple[str, ...]]] = []
-    keys = {fqn: _key(fqn, parameters, placements, settings) for fqn in parameters}
+    keys = {
+        fqn: _key(compute_dtypes.get(fqn, parameter.dtype), placements[fqn], settings)
+        for fqn, parameter in parameters.items()
+    }
     kinds_of_unit = (True, False) if settings.zero_stage == 3 else (None,)
     for key in dict.fromkeys(keys.values()):
         for around in kinds_of_unit:
@@ -99,15 +105,11 @@ def make_buckets(
     return tuple(buckets)
 
 
-def _key(
-    fqn: str, parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], settings: EngineSettings
-) -> BucketKey:
-    dtype = parameters[fqn].dtype
-    if settings.grad_dtype == "param" or dtype not in LOW_PRECISION:
-        grad_dtype = dtype
-    else:
+def _key(dtype: torch.dtype, placement: Placement, settings: EngineSettings) -> BucketKey:
+    grad_dtype = dtype
+    if dtype in LOW_PRECISION and settings.grad_dtype != "param":
         grad_dtype = getattr(torch, settings.grad_dtype)
-    return BucketKey(dtype=dtype, grad_dtype=grad_dtype, sync_axes=placements[fqn].partial_axes)
+    return BucketKey(dtype=dtype, grad_dtype=grad_dtype, sync_axes=placement.partial_axes)
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Placement]) -> None:

@@ -213,8 +213,8 @@ class Unsharder:
         if not running:
             fqn = self._fqn_of[id(parameter)]
             raise ModelError(
-                f"parameter {fqn!r} is cut over {self._groups[bucket.index].size} ranks (ZeRO stage 3) and its values are "
-                f"not here: read or edit it inside `with model.gather_parameters({fqn!r}):`, or use "
+                f"parameter {fqn!r} is cut over {self._groups[bucket.index].size} ranks (ZeRO stage 3) and its values "
+                f"are not here: read or edit it inside `with model.gather_parameters({fqn!r}):`, or use "
                 "hybrid.full_parameter(p), or model.full_state_dict() for all of them (every rank must call them)"
             )
         self._gather([bucket])
