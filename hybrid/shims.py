@@ -10,9 +10,11 @@ from collections.abc import Callable
 import torch
 
 __all__ = [
+    "AMP_UNSCALE",
     "ATTENTION_OPERATIONS",
     "SCHEDULER_STEP_CALLED",
     "SCHEDULER_STEP_MARK",
+    "UNSCALES_BY_ITSELF",
     "call_at_end_of_backward",
     "in_backward",
 ]
@@ -30,6 +32,12 @@ ATTENTION_OPERATIONS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
+
+# torch 2.13: what torch.amp.GradScaler calls on a list of gradients, and the attribute by which fused optimizers
+# tell it that they unscale by themselves. Ours are unscaled where they lie, in the shards, with one decision for
+# the world, so gradient handles answer the call and the attribute is switched off. Neither has a public name.
+AMP_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+UNSCALES_BY_ITSELF = "_step_supports_amp_scaling"
 
 
 def in_backward() -> bool:

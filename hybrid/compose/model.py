@@ -131,7 +131,8 @@ class DistributedModel(nn.Module):
                 batch is cut into `accumulate_steps` micro-batches. It may be shorter or empty on some ranks.
             optimizer: from `distributed_optimizer`.
             lr_scheduler: stepped once per update that was not skipped.
-            scaler: loss scaling, not available yet.
+            scaler: a `torch.amp.GradScaler` for loss scaling; with `amp_configs.dtype = "float16"` the strategy has its
+                own.
             loss_fn: `loss_fn(output, labels)` -> a scalar mean over the samples (their sum under loss_reduction
                 "sum"), or a pair (sum, count) for a mean over tokens.
             step: False only accumulates; the next call with True updates with the mean over all calls.

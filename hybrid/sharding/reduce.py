@@ -24,7 +24,7 @@ from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.errors import ModelError
 from hybrid.sharding.bucket import Bucket
-from hybrid.sharding.gradient_handle import GradientHandle
+from hybrid.sharding.gradient_handle import GradientHandle, Unscaler
 
 __all__ = ["Reducer"]
 
@@ -58,6 +58,7 @@ class Reducer:
         self._overlap = overlap
         self._reduce_dtype = reduce_dtype
         self._after_gradients = after_gradients
+        self.unscaler: Unscaler | None = None  # set by the floor that can agree over the world
         self.synchronise = True
         self.defer_end = False  # train_batch closes the round itself, right after its own backward
         self.rounds_since_settlement = 0
@@ -67,7 +68,7 @@ class Reducer:
         self._arrived: list[list[bool]] = [[] for _ in self.buckets]
         self._in_flight: deque[tuple[Bucket, torch.Tensor, ops.Handle]] = deque()
         self.handles = {
-            fqn: GradientHandle.of(parameter, fqn=fqn)
+            fqn: GradientHandle.of(parameter, fqn=fqn, held_dtype=bucket.key.grad_dtype, unscaler=self._unscale)
             for bucket in self.buckets
             for fqn, parameter in zip(bucket.fqns, bucket.parameters, strict=True)
         }
@@ -78,6 +79,10 @@ class Reducer:
             for position in range(len(bucket.parameters))
             for remover in self._install(bucket, position)
         ]
+
+    def _unscale(self, fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        assert self.unscaler is not None
+        self.unscaler(fqns, found_inf, inverse_scale)
 
     # -- hooks -----------------------------------------------------------------------------------------
 
