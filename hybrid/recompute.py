@@ -62,7 +62,7 @@ def install_recompute(
     """Replace the `forward` of these modules by one that recomputes."""
     for name in names:
         module = model.get_submodule(name)
-        module.forward = _recomputing(module.forward, policy=policy, preserve_rng=preserve_rng)  # type: ignore[method-assign]
+        module.forward = _recomputing(module.forward, policy=policy, preserve_rng=preserve_rng)
 
 
 def _recomputing(

@@ -28,7 +28,7 @@ from hybrid.sharding.engine import EngineSettings, ShardingEngine
 from hybrid.sharding.units import plan_units
 from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 
-__all__ = ["DistributedModel", "distributed_model", "full_gradient"]
+__all__ = ["DistributedModel", "distributed_model"]
 
 # Every data-parallel rank computes part of the batch: gradients are partial over these axes.
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -85,27 +85,6 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
     context.remember(runtime)
     context.seed_for_training(resolved, mesh)
     return extended
-
-
-def full_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of a parameter of a wrapped model, as one process would have it; None without one.
-
-    Collective: every rank calls it for the same parameter.
-
-    Raises:
-        GradientAccessError: the parameter belongs to no wrapped model.
-    """
-    for runtime in context.runtimes():
-        fqn = runtime.engine.fqn_of.get(id(parameter))
-        if fqn is not None:
-            bucket = runtime.engine.bucket_of.get(fqn)
-            if bucket is None:
-                return None
-            runtime.synchronise()
-            return dict(state_view.bucket_gradients(runtime.engine, bucket))[fqn]
-    raise GradientAccessError(
-        f"a parameter of shape {tuple(parameter.shape)} belongs to no model given to distributed_model"
-    )
 
 
 class DistributedModel(nn.Module):
@@ -402,5 +381,5 @@ def _install_precision(model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh)
     dtype: torch.dtype = getattr(torch, amp.dtype)
     low = compute_dtypes(model, dtype=dtype, custom_fp32=amp.custom_fp32)
     install_casts(model, custom_fp32=amp.custom_fp32)
-    model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type)  # type: ignore[method-assign]
+    model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type)
     return low if amp.level == "O2" else {}

@@ -50,7 +50,7 @@ def install_casts(model: nn.Module, *, custom_fp32: Sequence[str]) -> None:
     """Make the modules in `custom_fp32` compute in fp32, whatever comes in."""
     for name in _fp32_modules(model, custom_fp32):
         module = model.get_submodule(name)
-        module.forward = _in_fp32(module.forward)  # type: ignore[method-assign]
+        module.forward = _in_fp32(module.forward)
 
 
 def autocasting(model: nn.Module, *, dtype: torch.dtype, device_type: str) -> Callable[..., Any]:

@@ -155,12 +155,25 @@ class Bucket:
         self.data.untyped_storage().resize_(0)
 
     def take_own_from_data(self) -> None:
-        """What was written into the whole buffer becomes the own shard, and the master."""
+        """What was written into the whole buffer becomes the own shard, and the master where it changed.
+
+        Elements that are still the rounded master keep the master's full precision: reading must not round it.
+        """
         own = self.data[self.low : self.high]
         if self.cut is not None:
             self.cut.copy_(own)
         if self.master is not None:
-            self.master.copy_(own)
+            edited = own != self.master.to(own.dtype)
+            self.master.copy_(torch.where(edited, own.float(), self.master))
+
+    def set_master(self, position: int, value: torch.Tensor) -> None:
+        """Give the master of one parameter its value in full precision."""
+        part = self.slice_of.get(self.fqns[position])
+        if self.master is None or part is None:
+            return
+        flat = torch.zeros(self.partition.num_elements, device=self.master.device)
+        self.view(flat, position).copy_(value)
+        self.slice_view(self.master, part).copy_(self.slice_view(flat[self.low : self.high], part))
 
     def write_back_master(self) -> None:
         """After an update: the parameters' dtype follows the master."""

@@ -60,7 +60,7 @@ def make_buckets(
 
     At stage 3 a bucket holds either blocks or what lies around them, since the two live for different times.
     """
-    launch_order = {fqn: place for place, fqn in enumerate(reversed(parameters))}
+    launch_order = {fqn: place for place, fqn in enumerate(reversed(list(parameters)))}
     planned: list[tuple[BucketKey, tuple[str, ...]]] = []
     keys = {
         fqn: _key(compute_dtypes.get(fqn, parameter.dtype), placements[fqn], settings)
