@@ -67,7 +67,8 @@ def plan_buckets(units: Sequence[tuple[tuple[str, int], ...]], *, bucket_bytes: 
         unit_bytes = sum(size for _, size in unit)
         fits_whole = unit_bytes <= bucket_bytes
         if buckets and fits_whole and filled_bytes + unit_bytes > bucket_bytes:
-            filled_bytes = bucket_bytes  # start anew: a unit that fits is never cut
+            buckets.append([])  # start anew: a unit that fits is never cut
+            filled_bytes = 0
         for fqn, size in unit:
             if not buckets or filled_bytes + size > bucket_bytes:
                 buckets.append([])
