@@ -25,11 +25,14 @@ _HOMES = {
     "StrategyError": "hybrid.errors",
     "distributed_model": "hybrid.compose.model",
     "distributed_optimizer": "hybrid.compose.optimizer",
-    "full_gradient": "hybrid.compose.model",
+    "distributed_scaler": "hybrid.compose.scaler",
+    "full_gradient": "hybrid.compose.access",
+    "full_parameter": "hybrid.compose.access",
     "get_hybrid_communicate_group": "hybrid.compose.context",
     "init": "hybrid.compose.context",
     "is_initialized": "hybrid.compose.context",
     "get_mesh": "hybrid.compose.context",
+    "set_full_parameter": "hybrid.compose.access",
     "shutdown": "hybrid.compose.context",
     "trace": "hybrid.collectives.trace",
 }
@@ -38,14 +41,17 @@ __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 (the names are strin
 
 if TYPE_CHECKING:
     from hybrid.collectives.trace import trace as trace
+    from hybrid.compose.access import full_gradient as full_gradient
+    from hybrid.compose.access import full_parameter as full_parameter
+    from hybrid.compose.access import set_full_parameter as set_full_parameter
     from hybrid.compose.context import get_hybrid_communicate_group as get_hybrid_communicate_group
     from hybrid.compose.context import get_mesh as get_mesh
     from hybrid.compose.context import init as init
     from hybrid.compose.context import is_initialized as is_initialized
     from hybrid.compose.context import shutdown as shutdown
     from hybrid.compose.model import distributed_model as distributed_model
-    from hybrid.compose.model import full_gradient as full_gradient
     from hybrid.compose.optimizer import distributed_optimizer as distributed_optimizer
+    from hybrid.compose.scaler import distributed_scaler as distributed_scaler
     from hybrid.data.sampler import DistributedBatchSampler as DistributedBatchSampler
     from hybrid.errors import BatchError as BatchError
     from hybrid.errors import CollectiveError as CollectiveError

@@ -9,13 +9,35 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["SCHEDULER_STEP_CALLED", "SCHEDULER_STEP_MARK", "call_at_end_of_backward", "in_backward"]
+__all__ = [
+    "AMP_UNSCALE",
+    "ATTENTION_OPERATIONS",
+    "SCHEDULER_STEP_CALLED",
+    "SCHEDULER_STEP_MARK",
+    "UNSCALES_BY_ITSELF",
+    "call_at_end_of_backward",
+    "in_backward",
+]
 
 # torch 2.13: learning-rate schedulers replace `optimizer.step` on the instance by a wrapper that carries this
 # mark and sets this flag. An optimizer whose class already tracks the call carries the mark itself, so that a
 # scheduler built before or after `distributed_optimizer` sees steps and warns only when there were none.
 SCHEDULER_STEP_MARK = "_wrapped_by_lr_sched"
 SCHEDULER_STEP_CALLED = "_opt_called"
+
+# torch 2.13: what scaled_dot_product_attention becomes; selective recompute keeps these results. The operations
+# have no public names.
+ATTENTION_OPERATIONS = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+# torch 2.13: what torch.amp.GradScaler calls on a list of gradients, and the attribute by which fused optimizers
+# tell it that they unscale by themselves. Ours are unscaled where they lie, in the shards, with one decision for
+# the world, so gradient handles answer the call and the attribute is switched off. Neither has a public name.
+AMP_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+UNSCALES_BY_ITSELF = "_step_supports_amp_scaling"
 
 
 def in_backward() -> bool:

@@ -6,7 +6,7 @@ The order of the rewrites is visible in one function, `distributed_model`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -21,12 +21,14 @@ from hybrid.compose.runtime import Runtime
 from hybrid.contracts.placement import Placement, replicated
 from hybrid.errors import GradientAccessError, ModelError
 from hybrid.mesh import Mesh
+from hybrid.precision.casting import autocasting, compute_dtypes, install_casts
+from hybrid.recompute import find_recompute_units, install_recompute
 from hybrid.sharding import state_view
 from hybrid.sharding.engine import EngineSettings, ShardingEngine
 from hybrid.sharding.units import plan_units
 from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 
-__all__ = ["DistributedModel", "distributed_model", "full_gradient"]
+__all__ = ["DistributedModel", "distributed_model"]
 
 # Every data-parallel rank computes part of the batch: gradients are partial over these axes.
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -55,17 +57,26 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
     model.to(mesh.device)
     parameters = dict(model.named_parameters())
     placements = _placements(model)
+    units = plan_units(model, class_names=resolved.units)
     _check_alike_on_all_ranks(parameters, mesh)
-    # chunks -> tensor parallel -> recompute -> compile -> sharding: the stages built so far
+    _align_values(model, mesh)
+    # recompute -> precision -> sharding; chunks, tensor parallel and compile will come before and between
+    if resolved.recompute is not None:
+        blocks = [unit.name for unit in units if not unit.is_around]
+        chosen = find_recompute_units(model, resolved.recompute.units, blocks=blocks)
+        policy, preserve_rng = resolved.recompute.policy, resolved.recompute.preserve_rng
+        install_recompute(model, chosen, policy=policy, preserve_rng=preserve_rng)
+    low_dtypes = _install_precision(model, resolved, mesh) if resolved.amp is not None else {}
     engine = ShardingEngine(
         parameters,
         placements=placements,
-        units=plan_units(model, class_names=resolved.units),
+        units=units,
         settings=_engine_settings(resolved),
         coordinates={axis.name: mesh.coordinate(axis.name) for axis in mesh.layout.axes},
         group_of=lambda axes: mesh.group(*axes),
+        compute_dtypes=low_dtypes,
     )
-    _align_values(model, engine, mesh)
+    engine.start_unsharding(model)
     runtime = Runtime(engine, mesh=mesh, strategy=resolved)
     model.__class__ = _extended(type(model))
     extended = cast(DistributedModel, model)
@@ -74,27 +85,6 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
     context.remember(runtime)
     context.seed_for_training(resolved, mesh)
     return extended
-
-
-def full_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of a parameter of a wrapped model, as one process would have it; None without one.
-
-    Collective: every rank calls it for the same parameter.
-
-    Raises:
-        GradientAccessError: the parameter belongs to no wrapped model.
-    """
-    for runtime in context.runtimes():
-        fqn = runtime.engine.fqn_of.get(id(parameter))
-        if fqn is not None:
-            bucket = runtime.engine.bucket_of.get(fqn)
-            if bucket is None:
-                return None
-            runtime.synchronise()
-            return dict(state_view.bucket_gradients(runtime.engine, bucket))[fqn]
-    raise GradientAccessError(
-        f"a parameter of shape {tuple(parameter.shape)} belongs to no model given to distributed_model"
-    )
 
 
 class DistributedModel(nn.Module):
@@ -120,7 +110,8 @@ class DistributedModel(nn.Module):
                 batch is cut into `accumulate_steps` micro-batches. It may be shorter or empty on some ranks.
             optimizer: from `distributed_optimizer`.
             lr_scheduler: stepped once per update that was not skipped.
-            scaler: loss scaling, not available yet.
+            scaler: a `torch.amp.GradScaler` for loss scaling; with `amp_configs.dtype = "float16"` the strategy has its
+                own.
             loss_fn: `loss_fn(output, labels)` -> a scalar mean over the samples (their sum under loss_reduction
                 "sum"), or a pair (sum, count) for a mean over tokens.
             step: False only accumulates; the next call with True updates with the mean over all calls.
@@ -198,19 +189,25 @@ class DistributedModel(nn.Module):
         return self.hybrid_runtime.memory_bytes()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The plain model's state dict: its names and shapes, whole values, references as in plain torch."""
-        self.hybrid_runtime.engine.gather.finish()
-        result: dict[str, Any] = super().state_dict(*args, **kwargs)
+        """The plain model's state dict: its names and shapes, whole values.
+
+        References as in plain torch; at stage 3 copies, and then *collective*.
+        """
+        engine = self.hybrid_runtime.engine
+        with engine.whole():
+            result: dict[str, Any] = super().state_dict(*args, **kwargs)
+            if engine.unsharder is not None:
+                copies: dict[int, torch.Tensor] = {}
+                for name, value in result.items():
+                    if isinstance(value, torch.Tensor):
+                        result[name] = copies.setdefault(value.data_ptr(), value.clone())
         return result
 
     def full_state_dict(self) -> dict[str, Any]:
         """Copies on the CPU of the plain model's whole state dict. *Collective.*"""
         state = self.state_dict()
-        copies: dict[int, torch.Tensor] = {}
         return {
-            name: copies.setdefault(id(value), value.detach().cpu().clone())
-            if isinstance(value, torch.Tensor)
-            else value
+            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
             for name, value in state.items()
         }
 
@@ -234,10 +231,39 @@ class DistributedModel(nn.Module):
             raise ModelError(
                 "load_state_dict(assign=True) would take parameters out of their buckets; use assign=False"
             )
-        self.hybrid_runtime.engine.gather.finish()
-        result = super().load_state_dict(state_dict, strict=strict)
-        self.hybrid_runtime.engine.refresh_masters()
-        return result
+        with self.hybrid_runtime.engine.whole():
+            return super().load_state_dict(state_dict, strict=strict)
+
+    def gather_parameters(
+        self, parameters: str | nn.Parameter | Sequence[str | nn.Parameter] | None = None
+    ) -> AbstractContextManager[None]:
+        """Inside, these parameters are whole and may be read and edited in place; edits count on leaving.
+
+        *Collective* at stage 3, and every rank must make the same edit; at stages 0–2 values are whole anyway, and
+        this only carries edits into fp32 masters.
+
+        Args:
+            parameters: fqns, names of modules, or parameters; None for all.
+
+        Raises:
+            ModelError: a name or parameter that is not in the model.
+        """
+        engine = self.hybrid_runtime.engine
+        if parameters is None:
+            return engine.whole()
+        asked = [parameters] if isinstance(parameters, str | nn.Parameter) else list(parameters)
+        fqns: list[str] = []
+        for one in asked:
+            found = (
+                [fqn for fqn in engine.parameters if fqn == one or fqn.startswith(f"{one}.")]
+                if isinstance(one, str)
+                else [engine.fqn_of[id(one)]] * (id(one) in engine.fqn_of)
+            )
+            if not found:
+                what = repr(one) if isinstance(one, str) else f"a parameter of shape {tuple(one.shape)}"
+                raise ModelError(f"gather_parameters: {what} is not in the model")
+            fqns += found
+        return engine.whole(fqns)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ModelError(
@@ -330,22 +356,30 @@ def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
         bucket_bytes=resolved.bucket_bytes,
         overlap_comm=resolved.overlap_comm,
         grad_dtype=resolved.grad_dtype,
+        reduce_dtype=resolved.reduce_dtype,
         partition="parameter" if resolved.partition == "parameter" else "element",
+        prefetch=resolved.prefetch,
     )
 
 
-def _align_values(model: nn.Module, engine: ShardingEngine, mesh: Mesh) -> None:
+def _align_values(model: nn.Module, mesh: Mesh) -> None:
     """Give every data-parallel rank the first one's parameters and buffers."""
     group = mesh.group(*DATA_AXES)
     if group.size == 1:
         return
-    for bucket in engine.buckets:
-        ops.broadcast(bucket.data, source=0, group=group, tag=bucket.index).wait()
-    engine.refresh_masters()
-    others = [p for _, p in model.named_parameters() if id(p) not in engine.fqn_of or not p.requires_grad]
-    buffers = dict.fromkeys([*others, *model.buffers()])
-    for tensor in buffers:
+    for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
         flat = tensor.detach().reshape(-1).contiguous().clone()
         ops.broadcast(flat, source=0, group=group).wait()
         with torch.no_grad():
             tensor.copy_(flat.view(tensor.shape))
+
+
+def _install_precision(model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh) -> dict[str, torch.dtype]:
+    """Wrap forwards; returns the parameters that become low precision, with their dtype (level O2)."""
+    amp = resolved.amp
+    assert amp is not None
+    dtype: torch.dtype = getattr(torch, amp.dtype)
+    low = compute_dtypes(model, dtype=dtype, custom_fp32=amp.custom_fp32)
+    install_casts(model, custom_fp32=amp.custom_fp32)
+    model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type)
+    return low if amp.level == "O2" else {}

@@ -48,6 +48,7 @@ def distributed_optimizer(
     # A scheduler built earlier has put its counting wrapper around the base class's step on the instance.
     if hasattr(optimizer.__dict__.get("step"), shims.SCHEDULER_STEP_MARK):
         del optimizer.__dict__["step"]
+    setattr(optimizer, shims.UNSCALES_BY_ITSELF, False)
     optimizer.__class__ = _extended(base)
     extended = cast(DistributedOptimizer, optimizer)
     extended.hybrid_runtime = runtime
@@ -75,6 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         runtime, shards = self.hybrid_runtime, self.hybrid_shards
         runtime.engine.check_unchanged()
         runtime.synchronise_and_clip(shards=shards)
+        runtime.check_unscaled()
         self._update_shards(deferred=False)
         return result
 

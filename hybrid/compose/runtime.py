@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid.collectives import ops
 from hybrid.compose import grad_norm
 from hybrid.errors import OptimizerError
 from hybrid.mesh import Mesh
@@ -26,6 +27,20 @@ if TYPE_CHECKING:
 __all__ = ["Runtime"]
 
 
+def _make_scaler(strategy: ResolvedStrategy, mesh: Mesh) -> torch.amp.GradScaler | None:
+    """The dynamic loss scale that the strategy asks for; None where the range of fp32 needs none."""
+    amp = strategy.amp
+    if amp is None or amp.dtype != "float16":
+        return None
+    return torch.amp.GradScaler(
+        mesh.device.type,
+        init_scale=amp.init_loss_scaling,
+        growth_factor=amp.growth_factor,
+        backoff_factor=amp.backoff_factor,
+        growth_interval=amp.growth_interval,
+    )
+
+
 class Runtime:
     """Lives as `hybrid_runtime` on a wrapped model. All methods that communicate are called by all ranks alike."""
 
@@ -37,6 +52,9 @@ class Runtime:
         # Samples or tokens behind the gradients that train_batch(step=False) has left, summed over the world.
         self.accumulated_weight: torch.Tensor | None = None
         self._stepped_at: dict[int, int] = {}
+        self._unscaled_at = -1
+        self.scaler = _make_scaler(strategy, mesh)
+        engine.reducer.unscaler = self.unscale
 
     # -- optimizers ------------------------------------------------------------------------------------
 
@@ -72,6 +90,7 @@ class Runtime:
                 "optimizers and before the first backward, or set sharding_configs['partition'] = 'parameter'"
             )
         self.engine.repartition("parameter")
+        self.engine.reducer.unscaler = self.unscale
 
     # -- one step --------------------------------------------------------------------------------------
 
@@ -82,6 +101,10 @@ class Runtime:
     def has_gradients(self) -> bool:
         """Whether any gradient buffer is alive on this rank."""
         return self.engine.gradient_bytes() > 0
+
+    def has_gradient_anywhere(self) -> bool:
+        """Whether any parameter had a gradient on any rank, as of the last settlement."""
+        return any(any(bucket.has_gradient_anywhere) for bucket in self.engine.buckets)
 
     def needs_settlement(self, shards: OptimizerShards | None = None) -> bool:
         """Whether gradients came since the last settlement, or `shards` already stepped on that one."""
@@ -116,6 +139,30 @@ class Runtime:
                 assert clipping.clip_value is not None
                 grad_norm.clip_by_value(self.engine, clip_value=clipping.clip_value)
         return norm
+
+    def unscale(self, fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """Answer `GradScaler`: unscale the gradients of the optimizer that holds `fqns`, and agree on overflow.
+
+        Every rank then has the same `found_inf`, skips or steps alike, and keeps the same scale. *Collective.*
+        """
+        self.synchronise()
+        grad_dtype = self.engine.bucket_of[fqns[0]].key.grad_dtype
+        shards = next(shards for shards in self.optimizers if shards.holds(fqns[0]))
+        overflow = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
+        overflow += 0.0 if shards.unscale(inverse_scale, grad_dtype=grad_dtype) else 1.0
+        ops.all_reduce(overflow, group=self.mesh.world, op="max", control=True).wait()
+        found_inf.copy_(torch.maximum(found_inf, overflow.to(found_inf.dtype).view(found_inf.shape)))
+        self._unscaled_at = self.engine.settlements
+
+    def check_unscaled(self) -> None:
+        """Raises OptimizerError: a step in float16 whose gradients nobody unscaled."""
+        amp = self.strategy.amp
+        if amp is not None and amp.dtype == "float16" and self._unscaled_at != self.engine.settlements:
+            raise OptimizerError(
+                "amp_configs.dtype = 'float16' needs loss scaling: use model.train_batch, or in a plain loop "
+                "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update() with "
+                "scaler = torch.amp.GradScaler(...)"
+            )
 
     def mark_stepped(self, shards: OptimizerShards) -> None:
         self._stepped_at[id(shards)] = self.engine.settlements

@@ -36,7 +36,7 @@ class StepResult:
     loss: mean over all samples (or tokens) of the world's batch; the sum under loss_reduction "sum"; 0 if there
         were none.
     grad_norm: global norm before clipping, in the strategy's norm type; None with `step=False`.
-    skipped: whether the update was left out (no sample or token in the whole batch).
+    skipped: whether the update was left out (no sample or token in the whole batch; overflow under loss scaling).
     seconds: wall time of the call on this rank.
     totals: fp64 tensor (loss sum, weight, samples, tokens), summed over the world.
     """
@@ -81,7 +81,8 @@ def train_batch(
 ) -> StepResult:
     """See `DistributedModel.train_batch`."""
     started_seconds = time.perf_counter()
-    _check_arguments(runtime, optimizer, scaler, step)
+    _check_arguments(runtime, optimizer, step)
+    scaler = _choose_scaler(runtime, scaler)
     strategy, reducer = runtime.strategy, runtime.engine.reducer
     micro_batches = split_batch(
         batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
@@ -99,7 +100,7 @@ def train_batch(
                 totals_handle = ops.all_reduce(totals, group=runtime.mesh.world, control=True)
             with runtime.reducing(reduce_now):
                 if loss_sum is not None:
-                    loss_sum.backward()
+                    (loss_sum if scaler is None else scaler.scale(loss_sum)).backward()
                 if reduce_now:
                     reducer.full_round()  # also where this rank had no sample: every rank makes the same rounds
     finally:
@@ -115,7 +116,7 @@ def train_batch(
         runtime.accumulated_weight = weight
     else:
         assert isinstance(optimizer, DistributedOptimizer)
-        grad_norm, skipped = _update(runtime, optimizer, weight.item())
+        grad_norm, skipped = _update(runtime, optimizer, weight.item(), scaler)
         if lr_scheduler is not None and not skipped:
             _advance(lr_scheduler, loss)
     return StepResult(
@@ -148,9 +149,21 @@ def eval_batch(
     return EvalResult(loss=_mean(totals[0], totals[1], strategy.loss_reduction), count=totals[1])
 
 
-def _check_arguments(runtime: Runtime, optimizer: Any, scaler: Any, step: bool) -> None:
-    if scaler is not None and scaler.is_enabled():
-        raise OptimizerError("train_batch(scaler=...): loss scaling is not available yet; leave `scaler` out")
+def _choose_scaler(runtime: Runtime, scaler: Any) -> torch.amp.GradScaler | None:
+    """The caller's scaler, else the strategy's (float16)."""
+    if scaler is None:
+        return runtime.scaler
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise OptimizerError(f"train_batch(scaler=...) needs a torch.amp.GradScaler, got {type(scaler).__name__}")
+    if runtime.scaler is not None:
+        raise OptimizerError(
+            "two loss scalers: the strategy's (amp_configs.dtype = 'float16') and the one given to train_batch; "
+            "leave `scaler` out, or the strategy's amp"
+        )
+    return scaler if scaler.is_enabled() else None
+
+
+def _check_arguments(runtime: Runtime, optimizer: Any, step: bool) -> None:
     if step and not isinstance(optimizer, DistributedOptimizer):
         raise OptimizerError(
             "train_batch needs the optimizer that hybrid.distributed_optimizer returned, got "
@@ -253,13 +266,26 @@ def _mean(loss_sum: torch.Tensor, weight: torch.Tensor, loss_reduction: str) -> 
     return torch.where(weight > 0, loss_sum / weight.clamp(min=1e-300), torch.zeros_like(loss_sum)).float()
 
 
-def _update(runtime: Runtime, optimizer: DistributedOptimizer, weight: float) -> tuple[torch.Tensor | None, bool]:
-    """Settle with the one scale, clip, step, empty. A batch without any sample or token changes nothing."""
+def _update(
+    runtime: Runtime, optimizer: DistributedOptimizer, weight: float, scaler: torch.amp.GradScaler | None
+) -> tuple[torch.Tensor | None, bool]:
+    """Settle with the one scale, unscale, clip, step, empty.
+
+    A batch without any sample or token changes nothing; nor does one whose scaled gradients overflowed anywhere.
+    """
     runtime.engine.check_unchanged()
     is_sum = runtime.strategy.loss_reduction == "sum"
     skipped = weight <= 0
     scale = 1.0 if is_sum or skipped else 1.0 / weight
+    if scaler is not None:
+        runtime.synchronise(scale=scale, shards=optimizer.hybrid_shards)
+        if runtime.has_gradient_anywhere():
+            scaler.unscale_(optimizer)
     grad_norm = runtime.synchronise_and_clip(scale=scale, shards=optimizer.hybrid_shards, want_norm=True)
+    if scaler is not None and runtime.has_gradient_anywhere():
+        assert grad_norm is not None
+        skipped = skipped or not bool(torch.isfinite(grad_norm))
+        scaler.update()
     if not skipped:
         optimizer.step_settled(deferred=runtime.strategy.overlap_param_gather)
     runtime.zero_grad()

@@ -2,7 +2,9 @@
 
 Lifetime of the buffers, B = bytes of the bucket, N = ranks of the shard group:
 
-    data         parameters, B. The model's parameters are views into it, for ever.
+    data         parameters, B. The model's parameters are views into it, for ever. At stage 3 its storage has
+                 zero bytes except while a unit that needs it computes.
+    cut          own shard of the parameters, B/N, at stage 3 only; else the shard is a range of `data`.
     local        this rank's gradients since the last reduction, B. Born with the first gradient, gone with
                  the reduction.
     raw          sum over the ranks of what has been reduced since the last settlement, B/N, not yet scaled.
@@ -64,12 +66,14 @@ class Bucket:
         parameters: Sequence[torch.nn.Parameter],
         shard: int,
         counts: bool,
+        cut_parameters: bool = False,
     ) -> None:
         """
         Args:
             index: position in the launch order.
             parameters: in the order of `partition.entries`.
             counts: whether this rank counts its shard in sums over the world (one copy of each element does).
+            cut_parameters: keep the own shard apart from `data`, so that `data` can be freed (stage 3).
         """
         self.index = index
         self.key = key
@@ -82,16 +86,23 @@ class Bucket:
         device = self.parameters[0].device
         self.data = torch.zeros(partition.num_elements, dtype=key.dtype, device=device)
         self._shapes = tuple((tuple(p.shape), own_strides(p)) for p in self.parameters)
+        trainable = any(parameter.requires_grad for parameter in self.parameters)
+        # Masters come from the values as given, not from their low-precision copies.
+        wants_master = key.dtype in LOW_PRECISION and trainable
+        precise = torch.zeros(partition.num_elements, device=device) if wants_master else None
         for position, parameter in enumerate(self.parameters):
             view = self.view(self.data, position)
             view.copy_(parameter.detach())
+            if precise is not None:
+                self.view(precise, position).copy_(parameter.detach())
             parameter.data = view
         self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
         self.slices = partition.slices(shard)
         self.slice_of: dict[str, Slice] = {part.fqn: part for part in self.slices}
         self.low, self.high = partition.bounds[shard], partition.bounds[shard + 1]
-        own = self.data[self.low : self.high]
-        self.master = own.to(torch.float32, copy=True) if key.dtype in LOW_PRECISION else None
+        self.cut = self.data[self.low : self.high].clone() if cut_parameters else None
+        self.master = None if precise is None else precise[self.low : self.high].clone()
+        self._data_bytes = self.data.untyped_storage().nbytes()
         self._own_sizes, self._own_shapes = self._split_plan()
         gaps = [torch.arange(begin, end, device=device) for begin, end in partition.gaps()]
         self._gaps = torch.cat(gaps) if gaps else None
@@ -113,7 +124,7 @@ class Bucket:
         for part in self.slices:
             sizes += [part.offset_elements - position, part.num_elements]
             position = part.offset_elements + part.num_elements
-            own = self.slice_view(self.data[self.low : self.high], part)
+            own = self.slice_view(self.own_parameters(), part)
             shapes.append(tuple(own.shape) if own.is_contiguous() else None)
         return [*sizes, self.high - position], shapes
 
@@ -125,8 +136,54 @@ class Bucket:
         return flat.as_strided(shape, strides, flat.storage_offset() + self.partition.entries[position].offset_elements)
 
     def own_data(self) -> torch.Tensor:
-        """The own shard of the parameters: what the optimizer updates, fp32 master or the buffer itself."""
-        return self.data[self.low : self.high] if self.master is None else self.master
+        """The own shard of the parameters: what the optimizer updates, fp32 master or the parameters themselves."""
+        return self.own_parameters() if self.master is None else self.master
+
+    def own_parameters(self) -> torch.Tensor:
+        """The own shard in the parameters' dtype."""
+        return self.data[self.low : self.high] if self.cut is None else self.cut
+
+    def allocate_data(self) -> None:
+        """Give the freed whole buffer its memory again, own range filled."""
+        assert self.cut is not None
+        self.data.untyped_storage().resize_(self._data_bytes)
+        self.data[self.low : self.high].copy_(self.cut)
+
+    def free_data(self) -> None:
+        """Take the whole buffer's memory away; the storage object stays, and with it all views of it."""
+        ops.release(self.data)
+        self.data.untyped_storage().resize_(0)
+
+    def take_own_from_data(self) -> None:
+        """What was written into the whole buffer becomes the own shard, and the master where it changed.
+
+        Elements that are still the rounded master keep the master's full precision: reading must not round it.
+        """
+        own = self.data[self.low : self.high]
+        if self.cut is not None:
+            self.cut.copy_(own)
+        if self.master is not None:
+            edited = own != self.master.to(own.dtype)
+            self.master.copy_(torch.where(edited, own.float(), self.master))
+
+    def set_master(self, position: int, value: torch.Tensor) -> None:
+        """Give the master of one parameter its value in full precision."""
+        part = self.slice_of.get(self.fqns[position])
+        if self.master is None or part is None:
+            return
+        flat = torch.zeros(self.partition.num_elements, device=self.master.device)
+        self.view(flat, position).copy_(value)
+        self.slice_view(self.master, part).copy_(self.slice_view(flat[self.low : self.high], part))
+
+    def write_back_master(self) -> None:
+        """After an update: the parameters' dtype follows the master."""
+        if self.master is not None:
+            self.own_parameters().copy_(self.master)
+
+    def parameter_bytes(self) -> int:
+        """Live bytes: whole buffer, own shard, master."""
+        extra = (tensor for tensor in (self.cut, self.master) if tensor is not None)
+        return self.data.untyped_storage().nbytes() + sum(t.untyped_storage().nbytes() for t in extra)
 
     def slice_view(self, shard_buffer: torch.Tensor, part: Slice) -> torch.Tensor:
         """`part` within a buffer over the own shard: in the parameter's own shape if it is whole, else flat."""
@@ -146,7 +203,12 @@ class Bucket:
         ]
 
     def moved(self) -> str | None:
-        """The fqn of a parameter whose `data` was replaced since wrapping, if there is one."""
+        """The fqn of a parameter whose `data` was replaced since wrapping, if there is one.
+
+        Not asked at stage 3: replacing the data of an absent parameter is refused when it is tried.
+        """
+        if self.cut is not None:
+            return None
         for fqn, parameter, address in zip(self.fqns, self.parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 return fqn
@@ -194,11 +256,11 @@ class Bucket:
         own = buffer[self.low : self.high]
         if self.raw is not None:
             self.raw.add_(own)
-        elif self.partition.num_shards == 1:
+        elif self.partition.num_shards == 1 and own.dtype == self.key.grad_dtype:
             self.raw = own
             return
         else:
-            self.raw = own.clone()
+            self.raw = own.to(self.key.grad_dtype, copy=True)
         ops.release(buffer)
 
     def settle(self, scale: float) -> None:

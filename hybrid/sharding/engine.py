@@ -11,37 +11,23 @@ gather                       updated shards go to the other ranks            gat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from hybrid.collectives import ops
-from hybrid.contracts.partition import PartitionKind, partition_bucket
+from hybrid.contracts.partition import PartitionKind
 from hybrid.contracts.placement import Placement
 from hybrid.errors import ModelError
-from hybrid.sharding.bucket import LOW_PRECISION, Bucket, BucketKey
+from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.gather import ParameterGather
+from hybrid.sharding.plan import EngineSettings, check_parameters, make_buckets, split_axes
 from hybrid.sharding.reduce import Reducer
-from hybrid.sharding.units import Unit, plan_buckets
+from hybrid.sharding.units import Unit
+from hybrid.sharding.unshard import Unsharder
 
 __all__ = ["EngineSettings", "ShardingEngine"]
-
-GradDtype = Literal["float32", "bfloat16", "float16", "param"]
-
-# Axes over which ZeRO cuts; the other axes of a parameter's `partial_axes` hold replicas of the shards.
-CUT_AXES = ("dp_shard", "cp")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What the engine needs of the resolved strategy; see `hybrid.strategy`."""
-
-    zero_stage: int
-    bucket_bytes: int
-    overlap_comm: bool
-    grad_dtype: GradDtype
-    partition: PartitionKind
 
 
 class ShardingEngine:
@@ -53,6 +39,7 @@ class ShardingEngine:
         units: from `plan_units`, in registration order.
         coordinates: this rank's coordinate on each mesh axis.
         group_of: axes -> group of the ranks that differ from this one on these axes alone.
+        compute_dtypes: fqn -> lower dtype that a parameter gets; its fp32 master keeps the values as given.
 
     Raises:
         ModelError: a parameter without a record, on another device than the rest, or two that share memory.
@@ -67,116 +54,95 @@ class ShardingEngine:
         settings: EngineSettings,
         coordinates: Mapping[str, int],
         group_of: Callable[[tuple[str, ...]], ops.Group],
+        compute_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.settings = settings
         self.parameters = dict(parameters)
         self.placements = dict(placements)
-        self._check(self.parameters, placements)
+        check_parameters(self.parameters, placements)
         self._trainable = {fqn: p for fqn, p in self.parameters.items() if p.requires_grad}
         self.device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self.fqn_of = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
         self._coordinates = dict(coordinates)
         self._group_of = group_of
+        self._compute_dtypes = dict(compute_dtypes or {})
         self._units = tuple(units)
         self.settlements = 0
+        self.unsharder: Unsharder | None = None
         self._build(settings.partition)
 
     # -- construction ----------------------------------------------------------------------------------
 
     def _build(self, kind: PartitionKind) -> None:
         self.partition_kind: PartitionKind = kind
-        self.buckets = self._make_buckets(kind)
+        self.buckets = self._make_buckets(self._trainable, kind)
+        frozen = {fqn: p for fqn, p in self.parameters.items() if fqn not in self._trainable}
+        cut_frozen = self.settings.zero_stage == 3
+        self.frozen_buckets = self._make_buckets(frozen, kind, first_index=len(self.buckets)) if cut_frozen else ()
         self.bucket_of = {fqn: bucket for bucket in self.buckets for fqn in bucket.fqns}
-        reduce_groups, shard_groups = [], []
+        reduce_groups = []
         for bucket in self.buckets:
-            cut, kept = self._split_axes(bucket.key.sync_axes)
+            cut, kept = split_axes(bucket.key.sync_axes, zero_stage=self.settings.zero_stage)
             reduce_groups.append((self._group_of(cut or kept), self._group_of(kept if cut else ())))
-            shard_groups.append(self._group_of(cut))
-        self.reducer = Reducer(self.buckets, groups=reduce_groups, overlap=self.settings.overlap_comm)
-        self.gather = ParameterGather(self.buckets, groups=shard_groups)
-        self._shard_groups = tuple(shard_groups)
+        self._shard_groups = tuple(
+            self._group_of(split_axes(bucket.key.sync_axes, zero_stage=self.settings.zero_stage)[0])
+            for bucket in self.all_buckets()
+        )
+        self.reducer = Reducer(
+            self.buckets,
+            groups=reduce_groups,
+            overlap=self.settings.overlap_comm,
+            reduce_dtype=None if self.settings.reduce_dtype == "grad" else getattr(torch, self.settings.reduce_dtype),
+            after_gradients=self._after_gradients,
+        )
+        self.gather = ParameterGather(self.buckets, groups=self._shard_groups[: len(self.buckets)])
+
+    def _make_buckets(
+        self, parameters: Mapping[str, nn.Parameter], kind: PartitionKind, *, first_index: int = 0
+    ) -> tuple[Bucket, ...]:
+        return make_buckets(
+            parameters,
+            placements=self.placements,
+            units=self._units,
+            settings=self.settings,
+            kind=kind,
+            coordinates=self._coordinates,
+            group_of=self._group_of,
+            compute_dtypes=self._compute_dtypes,
+            first_index=first_index,
+        )
 
     def repartition(self, kind: PartitionKind) -> None:
-        """Cut anew, before any gradient exists. Parameters keep their values."""
+        """Cut anew, before any gradient exists (stages 1 and 2). Parameters keep their values."""
         if kind == self.partition_kind:
             return
+        assert self.unsharder is None
         self.reducer.remove_hooks()
         self._build(kind)
 
-    def _split_axes(self, sync_axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(axes that cut, axes that replicate) of a bucket's sync axes; at stage 0 nothing is cut."""
-        cut = tuple(axis for axis in sync_axes if axis in CUT_AXES) if self.settings.zero_stage > 0 else ()
-        return cut, tuple(axis for axis in sync_axes if axis not in cut)
+    def start_unsharding(self, model: nn.Module) -> None:
+        """From now on parameters are whole only while needed (stage 3; nothing to do where nothing is cut)."""
+        cut = [bucket for bucket in self.all_buckets() if bucket.cut is not None]
+        if not cut:
+            return
+        for bucket in cut:
+            bucket.take_own_from_data()
+        self.unsharder = Unsharder(
+            model,
+            self.all_buckets(),
+            groups=self._shard_groups,
+            unit_names=[unit.name for unit in self._units if not unit.is_around],
+            prefetch=self.settings.prefetch,
+        )
+        self.unsharder.free_all()
 
-    def _key(self, fqn: str) -> BucketKey:
-        dtype = self._trainable[fqn].dtype
-        if self.settings.grad_dtype == "param" or dtype not in LOW_PRECISION:
-            grad_dtype = dtype
-        else:
-            grad_dtype = getattr(torch, self.settings.grad_dtype)
-        return BucketKey(dtype=dtype, grad_dtype=grad_dtype, sync_axes=self.placements[fqn].partial_axes)
+    def all_buckets(self) -> tuple[Bucket, ...]:
+        """Those with gradients first, then those of frozen parameters (stage 3 only)."""
+        return (*self.buckets, *self.frozen_buckets)
 
-    def _make_buckets(self, kind: PartitionKind) -> tuple[Bucket, ...]:
-        launch_order = {fqn: place for place, fqn in enumerate(reversed(self._trainable))}
-        keys = list(dict.fromkeys(self._key(fqn) for fqn in self._trainable))
-        planned: list[tuple[BucketKey, tuple[str, ...]]] = []
-        for key in keys:
-            units = []
-            for unit in reversed(self._units):
-                members = [fqn for fqn in reversed(unit.fqns) if fqn in self._trainable and self._key(fqn) == key]
-                sizes = tuple((fqn, self._trainable[fqn].numel() * key.dtype.itemsize) for fqn in members)
-                if sizes:
-                    units.append(sizes)
-            planned += [(key, fqns) for fqns in plan_buckets(units, bucket_bytes=self.settings.bucket_bytes)]
-        # A bucket is full when its last parameter has its gradient: launch in the order of these moments.
-        planned.sort(key=lambda item: max(launch_order[fqn] for fqn in item[1]))
-        buckets: list[Bucket] = []
-        loads: dict[tuple[int, ...], list[int]] = {}
-        for index, (key, fqns) in enumerate(planned):
-            cut, _ = self._split_axes(key.sync_axes)
-            group = self._group_of(cut)
-            partition = partition_bucket(
-                [(fqn, self._trainable[fqn].numel()) for fqn in fqns],
-                num_shards=group.size,
-                element_bytes=min(key.dtype.itemsize, key.grad_dtype.itemsize),
-                kind=kind,
-                loads=loads.setdefault(group.ranks, [0] * group.size),
-            )
-            buckets.append(
-                Bucket(
-                    index=index,
-                    key=key,
-                    partition=partition,
-                    parameters=[self._trainable[entry.fqn] for entry in partition.entries],
-                    shard=group.rank,
-                    counts=self.placements[fqns[0]].is_owner(self._coordinates, cut),
-                )
-            )
-        return tuple(buckets)
-
-    @staticmethod
-    def _check(parameters: Mapping[str, torch.nn.Parameter], placements: Mapping[str, Placement]) -> None:
-        problems = [f"{fqn}: no placement record" for fqn in parameters if fqn not in placements]
-        devices = {parameter.device for parameter in parameters.values()}
-        if len(devices) > 1:
-            listed = ", ".join(sorted(f"{fqn} on {p.device}" for fqn, p in list(parameters.items())[:4]))
-            problems.append(f"parameters lie on {len(devices)} devices ({listed}, ...): move the model to one device")
-        owner_of_storage: dict[int, list[tuple[int, int, str]]] = {}
-        for fqn, parameter in parameters.items():
-            if parameter.numel() == 0 or parameter.is_meta:
-                continue
-            begin = int(parameter.storage_offset())
-            last: int = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
-            ranges = owner_of_storage.setdefault(parameter.untyped_storage().data_ptr(), [])
-            for other_begin, other_end, other in ranges:
-                if begin <= other_end and other_begin <= begin + last:
-                    problems.append(
-                        f"{other!r} and {fqn!r} are two parameters over the same memory; tie them by using one "
-                        "Parameter object in both places"
-                    )
-            ranges.append((begin, begin + last, fqn))
-        if problems:
-            raise ModelError("; ".join(problems))
+    def _after_gradients(self, bucket: Bucket) -> None:
+        if self.unsharder is not None:
+            self.unsharder.after_gradients(bucket)
 
     # -- gradients -------------------------------------------------------------------------------------
 
@@ -187,7 +153,7 @@ class ShardingEngine:
     def settle(self, scale: float) -> None:
         """The reduced sums, times `scale`, become the gradient that norm, clip and step see."""
         for bucket in self.buckets:
-            bucket.settle(scale)
+            bucket.settle(scale * self.reducer.undo_scale(bucket))
         self.settlements += 1
 
     def zero_grad(self, parameters: Sequence[torch.nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
@@ -252,25 +218,42 @@ class ShardingEngine:
                 )
 
     def after_update(self, buckets: Sequence[Bucket], *, deferred: bool) -> None:
-        """Write masters back, send updated shards to the other ranks; returns when they are there unless `deferred`."""
+        """Make the updated shards the parameters of every rank; returns when they are, unless `deferred`.
+
+        At stage 3 nothing is sent: what is whole is out of date and freed, the next use gathers the new values.
+        """
         for bucket in buckets:
-            if bucket.master is not None:
-                bucket.data[bucket.low : bucket.high].copy_(bucket.master)
-        self.gather.start(buckets)
-        if deferred:
-            self.gather.defer()
+            bucket.write_back_master()
+        if self.unsharder is not None:
+            self.unsharder.free_all()
         else:
-            self.gather.finish()
+            self.gather.start(buckets)
+            if deferred:
+                self.gather.defer()
+            else:
+                self.gather.finish()
         # Buckets are written behind the parameters' own version counters; without this a graph made before the
         # step could be used after it and give wrong gradients where plain torch raises.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
 
-    def refresh_masters(self) -> None:
-        """Take parameter values that were written in place (load_state_dict) into the fp32 masters."""
+    @contextmanager
+    def whole(self, fqns: Sequence[str] | None = None) -> Iterator[None]:
+        """Inside, these parameters (default: all) are whole on every rank and may be edited, on all alike.
+
+        Collective at stage 3. On leaving, the edits go into shards and masters.
+        """
         self.gather.finish()
-        for bucket in self.buckets:
-            if bucket.master is not None:
-                bucket.master.copy_(bucket.data[bucket.low : bucket.high])
+        names = set(self.parameters if fqns is None else fqns)
+        chosen = [bucket for bucket in self.all_buckets() if names & set(bucket.fqns)]
+        if self.unsharder is not None:
+            with self.unsharder.whole(chosen):
+                yield
+            return
+        try:
+            yield
+        finally:
+            for bucket in chosen:
+                bucket.take_own_from_data()
 
     def shard_group(self, bucket: Bucket) -> ops.Group:
         return self._shard_groups[bucket.index]
@@ -278,9 +261,9 @@ class ShardingEngine:
     # -- facts -----------------------------------------------------------------------------------------
 
     def parameter_bytes(self) -> int:
-        frozen = sum(p.numel() * p.element_size() for fqn, p in self.parameters.items() if fqn not in self._trainable)
-        masters = sum(bucket.master.numel() * 4 for bucket in self.buckets if bucket.master is not None)
-        return frozen + masters + sum(bucket.data.untyped_storage().nbytes() for bucket in self.buckets)
+        inside = {fqn for bucket in self.all_buckets() for fqn in bucket.fqns}
+        outside = sum(p.numel() * p.element_size() for fqn, p in self.parameters.items() if fqn not in inside)
+        return outside + sum(bucket.parameter_bytes() for bucket in self.all_buckets())
 
     def gradient_bytes(self) -> int:
         return sum(bucket.gradient_bytes() for bucket in self.buckets)

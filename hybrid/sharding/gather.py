@@ -9,65 +9,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import nn
 
 from hybrid.collectives import ops
+from hybrid.sharding.absence import AbsentParameter, mark_absent, mark_present
 from hybrid.sharding.bucket import Bucket
-from hybrid.sharding.metadata import METADATA_CALLS
 
-__all__ = ["ParameterGather", "PendingParameter"]
-
-# Metadata, and what puts a gradient there or takes it away.
-_HARMLESS: frozenset[Any] = METADATA_CALLS | {getattr(torch.Tensor, "grad").__set__, torch.Tensor.data_ptr}  # noqa: B009
-
-
-class PendingParameter(nn.Parameter):
-    """The class of a parameter while its new value is on its way; any use of the value waits for it."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in _HARMLESS:
-            for parameter in _pending_in((args, kwargs)):
-                waiter = _waiters.get(id(parameter))
-                if waiter is not None:  # else it came with the bucket of an argument before it
-                    waiter.arrive()
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
+__all__ = ["ParameterGather"]
 
 
 class _Waiter:
-    """Leads from a pending parameter to the gather that brings it. One per bucket under way."""
+    """Keeper of the parameters of one bucket that is under way: bringing them means waiting."""
 
     def __init__(self, gather: ParameterGather, bucket: Bucket) -> None:
-        self.gather = gather
-        self.bucket = bucket
+        self._gather = gather
+        self._bucket = bucket
 
-    def arrive(self) -> None:
-        self.gather.wait_for(self.bucket)
-
-
-# id of a pending parameter -> its waiter. Entries live only while the bucket, which holds the parameter, is
-# under way; a parameter object has no room of its own for this once its class is swapped.
-_waiters: dict[int, _Waiter] = {}
-
-
-def _pending_in(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if type(item) is PendingParameter:
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-    return found
+    def bring(self, parameter: nn.Parameter) -> None:
+        self._gather.wait_for(self._bucket)
 
 
 class ParameterGather:
@@ -90,15 +50,11 @@ class ParameterGather:
     def defer(self) -> None:
         """Let what is under way arrive while others go on: whoever touches a parameter of it waits."""
         for bucket, _ in self._under_way:
-            waiter = _Waiter(self, bucket)
-            for parameter in bucket.parameters:
-                if type(parameter) is nn.Parameter:
-                    parameter.__class__ = PendingParameter
-                    _waiters[id(parameter)] = waiter
+            mark_absent(bucket.parameters, _Waiter(self, bucket))
         # A subclass of Parameter keeps its class and its behaviour; its bucket is waited for at once.
         last = -1
         for position, (bucket, _) in enumerate(self._under_way):
-            if any(type(parameter) is not PendingParameter for parameter in bucket.parameters):
+            if any(type(parameter) is not AbsentParameter for parameter in bucket.parameters):
                 last = position
         for _ in range(last + 1):
             self._finish_first()
@@ -115,7 +71,4 @@ class ParameterGather:
     def _finish_first(self) -> None:
         bucket, handle = self._under_way.popleft()
         handle.wait()
-        for parameter in bucket.parameters:
-            if type(parameter) is PendingParameter:
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-                _waiters.pop(id(parameter), None)
+        mark_present(bucket.parameters)

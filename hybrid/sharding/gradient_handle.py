@@ -7,33 +7,55 @@ raises with the name and the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hybrid import shims
 from hybrid.errors import GradientAccessError
 from hybrid.sharding.metadata import METADATA_CALLS
 
-__all__ = ["GradientHandle"]
+__all__ = ["GradientHandle", "Unscaler"]
+
+
+# (fqns, found_inf, inverse_scale): unscale these gradients in place, set found_inf to 1 if one is not finite.
+Unscaler = Callable[[list[str], torch.Tensor, torch.Tensor], None]
+
+_DTYPE: Any = getattr(torch.Tensor, "dtype").__get__  # noqa: B009
 
 
 class GradientHandle(torch.Tensor):
     """A tensor of one expanded element that stands for the gradient of the parameter `fqn`."""
 
     fqn: str
+    held_dtype: torch.dtype
+    unscaler: Unscaler
 
     @staticmethod
-    def of(parameter: torch.Tensor, *, fqn: str) -> GradientHandle:
-        """The handle for one parameter; made once, it costs one element."""
+    def of(parameter: torch.Tensor, *, fqn: str, held_dtype: torch.dtype, unscaler: Unscaler) -> GradientHandle:
+        """The handle for one parameter; made once, it costs one element.
+
+        `held_dtype` is the dtype of the gradient in its bucket, and what `p.grad.dtype` says; `unscaler` answers
+        `torch.amp.GradScaler`.
+        """
         one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         handle: GradientHandle = one.expand(parameter.shape).as_subclass(GradientHandle)
         handle.fqn = fqn
+        handle.held_dtype = held_dtype
+        handle.unscaler = unscaler
         return handle
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == _DTYPE:
+            return args[0].held_dtype
+        if func is shims.AMP_UNSCALE:
+            gradients, found_inf, inverse_scale = args
+            gradients[0].unscaler([gradient.fqn for gradient in gradients], found_inf, inverse_scale)
+            return None
         if func in METADATA_CALLS:
             return super().__torch_function__(func, types, args, kwargs or {})
         name = getattr(func, "__name__", str(func))

@@ -138,6 +138,22 @@ class OptimizerShards:
                 if shard.tensor is not None:
                     shard.tensor.grad = None
 
+    def holds(self, fqn: str) -> bool:
+        return any(shard.fqn == fqn for shard in self._shards.values())
+
+    def unscale(self, inverse_scale: torch.Tensor, *, grad_dtype: torch.dtype) -> bool:
+        """Multiply this optimizer's settled gradients of one dtype; returns whether all are finite here."""
+        finite = True
+        for bucket in self.buckets():
+            if bucket.settled is None or bucket.key.grad_dtype != grad_dtype:
+                continue
+            mine = {shard.fqn for shard in self._shards.values()}
+            for part, view in zip(bucket.slices, bucket.own_views(bucket.settled), strict=True):
+                if part.fqn in mine:
+                    finite = finite and bool(torch.isfinite(view).all())
+                    view.mul_(inverse_scale)
+        return finite
+
     # -- state -----------------------------------------------------------------------------------------
 
     def _adopt_state(self) -> None:

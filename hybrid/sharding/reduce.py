@@ -14,6 +14,7 @@ before the first ended) waits in a fresh local buffer for the next round.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,7 @@ from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.errors import ModelError
 from hybrid.sharding.bucket import Bucket
-from hybrid.sharding.gradient_handle import GradientHandle
+from hybrid.sharding.gradient_handle import GradientHandle, Unscaler
 
 __all__ = ["Reducer"]
 
@@ -39,14 +40,25 @@ class Reducer:
         groups: per bucket, the group over which its gradients are reduced now (the shard group, or every
             rank that shares the parameter at stage 0) and the group of replicas, reduced once per settlement.
         overlap: launch during backward; else all at its end.
+        reduce_dtype: dtype in which gradients travel; None: that of the buckets.
+        after_gradients: told of each bucket whose gradients are all there in this round.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], *, groups: Sequence[tuple[ops.Group, ops.Group]], overlap: bool
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        groups: Sequence[tuple[ops.Group, ops.Group]],
+        overlap: bool,
+        reduce_dtype: torch.dtype | None = None,
+        after_gradients: Callable[[Bucket], None] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self._groups = tuple(groups)
         self._overlap = overlap
+        self._reduce_dtype = reduce_dtype
+        self._after_gradients = after_gradients
+        self.unscaler: Unscaler | None = None  # set by the floor that can agree over the world
         self.synchronise = True
         self.defer_end = False  # train_batch closes the round itself, right after its own backward
         self.rounds_since_settlement = 0
@@ -56,7 +68,7 @@ class Reducer:
         self._arrived: list[list[bool]] = [[] for _ in self.buckets]
         self._in_flight: deque[tuple[Bucket, torch.Tensor, ops.Handle]] = deque()
         self.handles = {
-            fqn: GradientHandle.of(parameter, fqn=fqn)
+            fqn: GradientHandle.of(parameter, fqn=fqn, held_dtype=bucket.key.grad_dtype, unscaler=self._unscale)
             for bucket in self.buckets
             for fqn, parameter in zip(bucket.fqns, bucket.parameters, strict=True)
         }
@@ -67,6 +79,10 @@ class Reducer:
             for position in range(len(bucket.parameters))
             for remover in self._install(bucket, position)
         ]
+
+    def _unscale(self, fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        assert self.unscaler is not None
+        self.unscaler(fqns, found_inf, inverse_scale)
 
     # -- hooks -----------------------------------------------------------------------------------------
 
@@ -138,8 +154,11 @@ class Reducer:
         if not arrived[position]:
             arrived[position] = True
             self._missing[bucket.index] -= 1
-            if self._overlap and self._missing[bucket.index] == 0:
-                self._launch_ready()
+            if self._missing[bucket.index] == 0:
+                if self._after_gradients is not None:
+                    self._after_gradients(bucket)
+                if self._overlap:
+                    self._launch_ready()
 
     def _begin(self) -> None:
         self._open = True
@@ -156,13 +175,33 @@ class Reducer:
             self._complete_first()
         bucket = self.buckets[self._next]
         group, _ = self._groups[self._next]
-        buffer = bucket.take_local()
+        buffer = self._to_send(bucket, bucket.take_local())
         if bucket.partition.num_shards == 1:
             handle = ops.all_reduce(buffer, group=group, tag=bucket.index)
         else:
             handle = ops.reduce_scatter(buffer, bounds=bucket.partition.bounds, group=group, tag=bucket.index)
         self._in_flight.append((bucket, buffer, handle))
         self._next += 1
+
+    def _to_send(self, bucket: Bucket, buffer: torch.Tensor) -> torch.Tensor:
+        """The gradients in the dtype in which they travel.
+
+        A sum over N ranks in float16 leaves its range where no addend did; so they are divided before, by a power
+        of two near the square root of N, and the rest of the way after (`undo_scale`).
+        """
+        if self._reduce_dtype is None or buffer.dtype == self._reduce_dtype:
+            return buffer
+        divisor = self.undo_scale(bucket)
+        sent = buffer.to(self._reduce_dtype) if divisor == 1.0 else (buffer / divisor).to(self._reduce_dtype)
+        ops.release(buffer)
+        return sent
+
+    def undo_scale(self, bucket: Bucket) -> float:
+        """Factor by which the reduced sums of a bucket are too small."""
+        if self._reduce_dtype is not torch.float16 or bucket.key.grad_dtype is torch.float16:
+            return 1.0
+        group, replicas = self._groups[bucket.index]
+        return float(2 ** math.ceil(math.log2(group.size * replicas.size) / 2))
 
     def _complete_first(self) -> None:
         bucket, buffer, handle = self._in_flight.popleft()

@@ -23,6 +23,11 @@ class Unit:
     name: str
     fqns: tuple[str, ...]
 
+    @property
+    def is_around(self) -> bool:
+        """A run of parameters around the units proper, rather than a module of its own."""
+        return self.name.startswith("(")
+
 
 def plan_units(model: nn.Module, *, class_names: Sequence[str] | None = None) -> tuple[Unit, ...]:
     """Cut a model's parameters into units, in registration order.
@@ -39,7 +44,7 @@ def plan_units(model: nn.Module, *, class_names: Sequence[str] | None = None) ->
     units: list[Unit] = []
     for fqn, _ in model.named_parameters():
         owner = _owner(fqn, blocks)
-        if units and (units[-1].name == owner or (owner == "" and units[-1].name.startswith("("))):
+        if units and (units[-1].name == owner or (owner == "" and units[-1].is_around)):
             units[-1] = Unit(name=units[-1].name, fqns=(*units[-1].fqns, fqn))
         else:
             units.append(Unit(name=owner or f"(around {fqn})", fqns=(fqn,)))

@@ -23,21 +23,10 @@ def _above_one(value: Any) -> bool:
     return value not in {None, 1}
 
 
-def _low(value: Any) -> bool:
-    return value in {"bfloat16", "float16"}
-
-
 _LINES = (
-    ("zero_stage", lambda value: value == 3, "ZeRO stage 3", "use stage 2"),
     ("tp", _above_one, "tensor parallel", "use degree 1"),
     ("pp", _above_one, "pipeline parallel", "use degree 1"),
     ("cp", _above_one, "context parallel", "use degree 1"),
-    ("amp", bool, "mixed precision by strategy", "use torch.amp.autocast in your own loop"),
-    ("recompute", bool, "recompute by strategy", "call torch.utils.checkpoint in the model"),
-    ("units", lambda value: value is not None, "the choice of units (for stage 3)", "leave it out"),
-    ("prefetch", lambda value: True, "prefetch (for stage 3)", "leave it out"),
-    ("grad_dtype", _low, "low-precision accumulation by name", "use 'param' or 'float32'"),
-    ("reduce_dtype", _low, "low-precision reduction", "use 'grad' or 'float32'"),
     ("sequence_parallel", bool, "sequence parallel", "leave it out"),
     ("schedule", bool, "the choice of a pipeline schedule", "leave it out"),
     ("virtual_stages", _above_one, "virtual pipeline stages", "leave it out"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid.contracts.layout import Axis, Layout
 from hybrid.errors import StrategyError
@@ -26,7 +26,7 @@ from hybrid.strategy.degrees import solve_degrees
 from hybrid.strategy.effects import check_clipping, check_effects
 from hybrid.strategy.features import find_features, settle_stage
 from hybrid.strategy.gather import Gathered, gather
-from hybrid.strategy.resolved import GradientClipping, ResolvedStrategy
+from hybrid.strategy.resolved import AmpSettings, GradientClipping, RecomputeSettings, ResolvedStrategy
 from hybrid.strategy.values import whole
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         global_batch_size=value["global_batch_size"],
         gradient_clipping=_clipping(strategy),
         loss_reduction=value["loss_reduction"],
+        amp=_amp(value),
+        recompute=_recompute(value),
         seed=value["seed"],
         timeout_seconds=value["timeout_seconds"],
         notes=result.notes,
@@ -165,6 +167,31 @@ def _clipping(strategy: DistributedStrategy) -> GradientClipping | None:
     if given.max_norm is not None:
         return GradientClipping(kind="norm", max_norm=given.max_norm, norm_type=given.norm_type)
     return GradientClipping(kind="value", clip_value=given.clip_value)
+
+
+def _amp(value: Mapping[str, Any]) -> AmpSettings | None:
+    if not value["amp"]:
+        return None
+    return AmpSettings(
+        dtype=value["amp_dtype"],
+        level=value["amp_level"],
+        custom_fp32=tuple(value["amp_custom_fp32"] or ()),
+        init_loss_scaling=value["amp_init_loss_scaling"],
+        growth_interval=value["amp_growth_interval"],
+        growth_factor=value["amp_growth_factor"],
+        backoff_factor=value["amp_backoff_factor"],
+    )
+
+
+def _recompute(value: Mapping[str, Any]) -> RecomputeSettings | None:
+    if not value["recompute"]:
+        return None
+    units = value["recompute_units"]
+    return RecomputeSettings(
+        units=None if units is None else tuple(units),
+        policy=value["recompute_policy"],
+        preserve_rng=value["recompute_preserve_rng"],
+    )
 
 
 def _remarks(found: Gathered, choices: Mapping[str, Choice], layout: Layout | None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Literal
 from hybrid.contracts.layout import Layout
 from hybrid.units import format_bytes, format_seconds
 
-__all__ = ["GradientClipping", "ResolvedStrategy"]
+__all__ = ["AmpSettings", "GradientClipping", "RecomputeSettings", "ResolvedStrategy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,35 @@ class GradientClipping:
         if self.kind == "value":
             return f"every element to ±{self.clip_value:g}"
         return f"global {self.norm_type:g}-norm to {self.max_norm:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AmpSettings:
+    """Mixed precision: which type, and what is kept in fp32."""
+
+    dtype: Literal["bfloat16", "float16"]
+    level: Literal["O1", "O2"]
+    custom_fp32: tuple[str, ...]
+    init_loss_scaling: float
+    growth_interval: int
+    growth_factor: float
+    backoff_factor: float
+
+    def __str__(self) -> str:
+        kept = f", {', '.join(self.custom_fp32)} in float32" if self.custom_fp32 else ""
+        return f"{self.dtype} {self.level}{kept}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeSettings:
+    """Which units compute their activations again in backward."""
+
+    units: tuple[str, ...] | None
+    policy: Literal["full", "selective"]
+    preserve_rng: bool
+
+    def __str__(self) -> str:
+        return f"{self.policy}, {', '.join(self.units) if self.units else 'every repeated block'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +82,8 @@ class ResolvedStrategy:
     global_batch_size: int | None
     gradient_clipping: GradientClipping | None
     loss_reduction: Literal["mean", "sum"]
+    amp: AmpSettings | None
+    recompute: RecomputeSettings | None
     seed: int | None
     timeout_seconds: float
     notes: tuple[str, ...] = ()
@@ -75,6 +106,7 @@ class ResolvedStrategy:
             f"gradients reduced {_reduction(self.grad_reduce)}",
             f"types       gradients accumulated in {self.grad_dtype}, sent in "
             f"{self.grad_dtype if self.reduce_dtype == 'grad' else self.reduce_dtype}",
+            f"precision   {self.amp or 'as the model'}; recompute {self.recompute or 'off'}",
             f"batch       {_batch(self)}",
             f"clipping    {self.gradient_clipping or 'off'}",
             f"loss        {self.loss_reduction} over samples; seed {'not set' if self.seed is None else self.seed}; "

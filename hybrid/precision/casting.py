@@ -1,0 +1,107 @@
+"""What computes in low precision, and the casts at its borders.
+
+    O1   parameters stay fp32; autocast casts in each operation
+    O2   parameters are low precision, with fp32 masters in the optimizer; autocast for the rest
+
+Modules named in `custom_fp32` keep fp32 parameters and compute without autocast: their inputs are cast to fp32, and
+their outputs back where the inputs came in low precision. The model's own outputs are cast to fp32, so that a loss
+outside the model is computed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid.errors import ModelError
+from hybrid.precision.tree import map_tensors
+
+__all__ = ["autocasting", "compute_dtypes", "install_casts"]
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def compute_dtypes(model: nn.Module, *, dtype: torch.dtype, custom_fp32: Sequence[str]) -> dict[str, torch.dtype]:
+    """fqn -> dtype in which a parameter computes under O2: fp32 parameters outside `custom_fp32` become `dtype`.
+
+    Raises:
+        ModelError: a name in `custom_fp32` that is neither a module nor a class of the model; a tied parameter that
+            belongs to an fp32 module and to another one.
+    """
+    kept = _fp32_modules(model, custom_fp32)
+    result: dict[str, torch.dtype] = {}
+    places: dict[int, list[tuple[str, bool]]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append((fqn, _inside(fqn, kept)))
+    for fqn, parameter in model.named_parameters():
+        in_fp32 = {inside for _, inside in places[id(parameter)]}
+        if len(in_fp32) > 1:
+            names = [name for name, _ in places[id(parameter)]]
+            raise ModelError(f"tied parameter {names} is in custom_fp32 at one place and not at another; list both")
+        if parameter.dtype == torch.float32 and in_fp32 == {False}:
+            result[fqn] = dtype
+    return result
+
+
+def install_casts(model: nn.Module, *, custom_fp32: Sequence[str]) -> None:
+    """Make the modules in `custom_fp32` compute in fp32, whatever comes in."""
+    for name in _fp32_modules(model, custom_fp32):
+        module = model.get_submodule(name)
+        module.forward = _in_fp32(module.forward)
+
+
+def autocasting(model: nn.Module, *, dtype: torch.dtype, device_type: str) -> Callable[..., Any]:
+    """A `forward` for the model: its own, under autocast, with fp32 outputs."""
+    forward = model.forward
+
+    def forward_in_low_precision(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype):
+            output = forward(*args, **kwargs)
+        return map_tensors(output, _to_fp32)
+
+    return forward_in_low_precision
+
+
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+
+
+def _in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_in_fp32(*args: Any, **kwargs: Any) -> Any:
+        came_in: set[torch.dtype] = set()
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype in LOW_PRECISION:
+                came_in.add(tensor.dtype)
+                return tensor.float()
+            return tensor
+
+        args, kwargs = map_tensors(args, widen), map_tensors(kwargs, widen)
+        device_type = next((t.device.type for t in args if isinstance(t, torch.Tensor)), "cpu")
+        with torch.autocast(device_type, enabled=False):
+            output = forward(*args, **kwargs)
+        if len(came_in) != 1:
+            return output
+        (low,) = came_in
+        return map_tensors(output, lambda tensor: tensor.to(low) if tensor.dtype == torch.float32 else tensor)
+
+    return forward_in_fp32
+
+
+def _fp32_modules(model: nn.Module, wanted: Sequence[str]) -> list[str]:
+    modules = dict(model.named_modules())
+    classes = {name: {base.__name__ for base in type(module).__mro__} for name, module in modules.items()}
+    unknown = [one for one in wanted if one not in modules and not any(one in names for names in classes.values())]
+    if unknown:
+        raise ModelError(
+            f"amp_configs.custom_fp32 names {unknown}: no module and no class of the model; it has the classes "
+            f"{sorted({type(module).__name__ for module in modules.values()})}"
+        )
+    return [name for name in modules if name in wanted or classes[name] & set(wanted)]
+
+
+def _inside(fqn: str, modules: Sequence[str]) -> bool:
+    return any(name == "" or fqn.startswith(f"{name}.") for name in modules)

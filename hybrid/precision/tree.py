@@ -1,0 +1,34 @@
+"""Apply a function to every tensor of whatever a module takes or returns, keeping the containers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["map_tensors"]
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of the containers with mapped tensors; other objects are the same objects."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, Mapping):
+        # A mapping may be of a class with its own constructor (a model output): copy it, then replace the values.
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            new = map_tensors(item, function)
+            if new is not item:
+                mapped[key] = new  # type: ignore[index]
+        return mapped
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: map_tensors(getattr(value, f.name), function) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **changes)
+    return value

@@ -1,0 +1,85 @@
+"""Recompute: units keep their inputs only, and run forward again in backward.
+
+The wrapper goes around a unit's own `forward`, inside its hooks: gathering of parameters (ZeRO stage 3) happens
+outside, once per forward and once per backward, and the second forward finds the parameters there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hybrid import shims
+from hybrid.errors import ModelError
+
+__all__ = ["find_recompute_units", "install_recompute"]
+
+# Under the selective policy the results of these are kept: they cost far more flops per byte than the rest.
+_KEPT_OPERATIONS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
+    *shims.ATTENTION_OPERATIONS,
+)
+
+
+def find_recompute_units(model: nn.Module, wanted: Sequence[str] | None, *, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Names of the modules to recompute: the repeated blocks, or those that `wanted` names or whose class it names.
+
+    A module inside another chosen one is left out: the outer one covers it.
+
+    Raises:
+        ModelError: nothing to choose from, or a name that is neither a module nor a class of the model.
+    """
+    modules = dict(model.named_modules())
+    if wanted is None:
+        if not blocks:
+            raise ModelError(
+                "recompute: the model has no repeated blocks to recompute; name modules or classes in "
+                f"recompute_configs['units'], for example {[name for name in modules if name][:3]}"
+            )
+        return tuple(blocks)
+    unknown = [one for one in wanted if one not in modules and all(type(m).__name__ != one for m in modules.values())]
+    if unknown:
+        raise ModelError(
+            f"recompute_configs.units names {unknown}: no module and no class of the model; it has the classes "
+            f"{sorted({type(module).__name__ for module in modules.values()})}"
+        )
+    chosen = [name for name, module in modules.items() if name in wanted or type(module).__name__ in wanted]
+    return tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen if other != name))
+
+
+def install_recompute(
+    model: nn.Module, names: Sequence[str], *, policy: Literal["full", "selective"], preserve_rng: bool
+) -> None:
+    """Replace the `forward` of these modules by one that recomputes."""
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = _recomputing(module.forward, policy=policy, preserve_rng=preserve_rng)
+
+
+def _recomputing(
+    forward: Callable[..., Any], *, policy: Literal["full", "selective"], preserve_rng: bool
+) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
+    if policy == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+
+    @functools.wraps(forward)
+    def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(functools.partial(forward, **kwargs) if kwargs else forward, *args, **options)
+
+    return recomputing_forward
+
+
+def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,93 @@
+"""Parameters whose values are not here right now, and what happens when somebody touches one.
+
+While values are absent (on their way, or freed) a parameter's class is `AbsentParameter`. Metadata works as ever;
+any use of the values first asks the parameter's keeper to bring them, which may refuse with a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hybrid.sharding.metadata import METADATA_CALLS
+
+__all__ = ["AbsentParameter", "Keeper", "mark_absent", "mark_present"]
+
+# Metadata, and what puts a gradient there or takes it away.
+_HARMLESS: frozenset[Any] = METADATA_CALLS | {
+    getattr(torch.Tensor, "grad").__set__,  # noqa: B009
+    torch.Tensor.data_ptr,
+}
+
+
+class Keeper(Protocol):
+    """Brings the values of the parameters that it keeps."""
+
+    def bring(self, parameter: nn.Parameter) -> None:
+        """Return when the parameter's values may be read, its class restored; or raise."""
+
+
+class AbsentParameter(nn.Parameter):
+    """The class of a parameter whose values are elsewhere; any use of them goes to its keeper first."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        for parameter in _absent_in((args, kwargs)):
+            keeper = _keepers.get(id(parameter))
+            if keeper is not None:  # else it came with an argument before it
+                keeper.bring(parameter)
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        keeper = _keepers.get(id(self))
+        if keeper is not None:
+            keeper.bring(self)
+        return nn.Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        keeper = _keepers.get(id(self))
+        if keeper is not None:
+            keeper.bring(self)
+        return nn.Parameter.__reduce_ex__(self, protocol)
+
+
+# id of an absent parameter -> its keeper. An entry lives only while the parameter is absent, and the keeper's
+# bucket holds the parameter, so the id stays its own.
+_keepers: dict[int, Keeper] = {}
+
+
+def mark_absent(parameters: Iterable[nn.Parameter], keeper: Keeper) -> None:
+    """From now on, uses of these parameters go to `keeper`. A subclass of Parameter keeps its class."""
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = AbsentParameter
+            _keepers[id(parameter)] = keeper
+
+
+def mark_present(parameters: Iterable[nn.Parameter]) -> None:
+    """Uses of these parameters are ordinary again."""
+    for parameter in parameters:
+        if type(parameter) is AbsentParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            _keepers.pop(id(parameter), None)
+
+
+def _absent_in(value: Any) -> list[AbsentParameter]:
+    found: list[AbsentParameter] = []
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if type(item) is AbsentParameter:
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+    return found

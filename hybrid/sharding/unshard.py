@@ -1,0 +1,305 @@
+"""Stage 3: parameters are whole only while their unit computes.
+
+    forward of a unit     gather its buckets ── compute ── (idle) ── freed when the next unit begins
+    backward of a unit    gather again, when the gradient of its output is there ── freed when its gradients are
+                          complete, or the backward of the unit before it begins
+
+The buffer of a bucket stays the same storage object for ever; freed means resized to zero bytes. Autograd's saved
+views of it therefore see the values again once it has been gathered. While freed, its parameters are
+`AbsentParameter`s: a forward that reads one gathers it, anybody else gets an error with its name.
+
+Buckets *around* the units (embeddings, final norm, head) are gathered when first read and stay whole to the end of
+the model's forward, since the forward may hold views of them anywhere in it. A unit's parameter that is read
+outside the unit's own forward (by a parent, a tied head) stays whole until the backward pass has ended, for the
+same reason.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid import shims
+from hybrid.collectives import ops
+from hybrid.errors import ModelError
+from hybrid.sharding.absence import mark_absent, mark_present
+from hybrid.sharding.bucket import Bucket
+from hybrid.sharding.tensors import tensors_in
+
+__all__ = ["ShardedState", "Unsharder"]
+
+
+class ShardedState(enum.Enum):
+    """What of a bucket's parameters is in memory on this rank."""
+
+    FREED = "the own shard, B/N"
+    ARRIVING = "the own shard and the whole buffer, under way, B/N + B"
+    WHOLE = "the own shard and the whole buffer, B/N + B"
+
+
+class Unsharder:
+    """Gathers and frees the buckets of one model.
+
+    Args:
+        model: hooks go on it and on its units.
+        buckets: all of them, in the launch order of gradients (the reverse of forward).
+        groups: per bucket, its shard group.
+        unit_names: names of the modules that are units; what lies outside them is *around*.
+        prefetch: how many units ahead to gather, in the order of the last pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Sequence[Bucket],
+        *,
+        groups: Sequence[ops.Group],
+        unit_names: Sequence[str],
+        prefetch: int,
+    ) -> None:
+        self._model = model
+        self._buckets = tuple(buckets)
+        self._groups = tuple(groups)
+        self._prefetch = prefetch
+        self._state = [ShardedState.WHOLE] * len(self._buckets)
+        self._handles: dict[int, ops.Handle] = {}
+        self._fqn_of = {id(p): fqn for bucket in buckets for fqn, p in zip(bucket.fqns, bucket.parameters, strict=True)}
+        self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
+        self._units = self._find_units(model, unit_names)
+        inside = {bucket.index for buckets in self._units.values() for bucket in buckets}
+        outside = {self._bucket_of[id(p)].index for p in self._parameters_outside(model, unit_names)}
+        self._around = outside | ({bucket.index for bucket in self._buckets} - inside)
+        self._active: list[str] = []
+        self._forward_depth = 0
+        self._in_backward = False
+        self._kept: set[int] = set()
+        self._edited = 0
+        self._order: list[str] = []  # units in the order in which their forwards began, last pass
+        self._this_pass: list[str] = []
+        self.peak_whole = 0
+        model.register_forward_pre_hook(self._before_model, prepend=True)
+        model.register_forward_hook(self._after_model, always_call=True)
+        for name in self._units:
+            unit = model.get_submodule(name)
+            unit.register_forward_pre_hook(self._before_unit_hook(name), prepend=True)
+            unit.register_forward_hook(self._after_unit_hook(name), always_call=True)
+
+    # -- construction ----------------------------------------------------------------------------------
+
+    def _find_units(self, model: nn.Module, names: Sequence[str]) -> dict[str, tuple[Bucket, ...]]:
+        units = {}
+        for name in names:
+            parameters = list(model.get_submodule(name).parameters())
+            indices = sorted({self._bucket_of[id(p)].index for p in parameters if id(p) in self._bucket_of})
+            if indices:
+                units[name] = tuple(self._buckets[index] for index in reversed(indices))
+        return units
+
+    def _parameters_outside(self, model: nn.Module, names: Sequence[str]) -> Iterator[nn.Parameter]:
+        prefixes = tuple(f"{name}." for name in names)
+        for fqn, parameter in model.named_parameters():
+            if not fqn.startswith(prefixes) and id(parameter) in self._bucket_of:
+                yield parameter
+
+    # -- forward ---------------------------------------------------------------------------------------
+
+    def _before_model(self, module: nn.Module, args: Any) -> None:
+        if shims.in_backward():
+            return
+        if self._forward_depth == 0:
+            self._in_backward = False
+            self._active.clear()
+            self._this_pass = []
+            self._free_idle()
+        self._forward_depth += 1
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if shims.in_backward():
+            return
+        self._forward_depth = max(0, self._forward_depth - 1)
+        if self._forward_depth > 0:
+            return
+        if self._this_pass:
+            self._order = self._this_pass
+        self._active.clear()
+        self._free_idle()
+        if torch.is_grad_enabled():
+            for tensor in (*tensors_in(output), *self._attribute_tensors()):
+                tensor.register_hook(self._before_model_backward)
+
+    def _attribute_tensors(self) -> Iterator[torch.Tensor]:
+        """Tensors with a graph that modules keep as attributes (an auxiliary loss): backward may start from them."""
+        for module in self._model.modules():
+            for value in vars(module).values():
+                if type(value) is torch.Tensor and value.grad_fn is not None:
+                    yield value
+
+    def _before_unit_hook(self, name: str) -> Any:
+        def before_unit(module: nn.Module, args: Any) -> None:
+            self._active.append(name)
+            self._gather(self._units[name])
+            if not shims.in_backward():
+                self._this_pass.append(name)
+                self._free_idle()
+                self._fetch_ahead(name, step=1)
+
+        return before_unit
+
+    def _after_unit_hook(self, name: str) -> Any:
+        def after_unit(module: nn.Module, args: Any, output: Any) -> None:
+            if name in self._active:
+                del self._active[len(self._active) - 1 - self._active[::-1].index(name)]
+            if shims.in_backward():
+                return
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(output):
+                    tensor.register_hook(self._before_unit_backward(name))
+            if self._forward_depth == 0 and not self._active:
+                self._free_idle()  # a unit called by itself
+
+        return after_unit
+
+    # -- backward --------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            shims.call_at_end_of_backward(self.end_backward)
+
+    def _before_model_backward(self, gradient: torch.Tensor) -> None:
+        self._begin_backward()
+        around = [self._buckets[index] for index in sorted(self._around)]
+        self._gather(around)
+
+    def _before_unit_backward(self, name: str) -> Any:
+        def before_unit_backward(gradient: torch.Tensor) -> None:
+            self._begin_backward()
+            self._active = [name]
+            self._gather(self._units[name])
+            self._free_idle()
+            self._fetch_ahead(name, step=-1)
+
+        return before_unit_backward
+
+    def after_gradients(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are there: nothing of this backward needs its values any more."""
+        if bucket.index not in self._kept and not self._edited:
+            self._free(bucket)
+
+    def end_backward(self) -> None:
+        """Nothing is needed any more: free all, also what was kept."""
+        self._in_backward = False
+        self._active.clear()
+        self._kept.clear()
+        if self._forward_depth == 0 and not self._edited:
+            for bucket in self._buckets:
+                self._free(bucket)
+
+    # -- gather and free -------------------------------------------------------------------------------
+
+    def bring(self, parameter: nn.Parameter) -> None:
+        """An absent parameter is being used: gather it if a forward or a backward is running, else refuse.
+
+        Raises:
+            ModelError: nobody runs; the message names the parameter and the way.
+        """
+        bucket = self._bucket_of[id(parameter)]
+        running = self._forward_depth > 0 or self._active or shims.in_backward()
+        if not running:
+            fqn = self._fqn_of[id(parameter)]
+            raise ModelError(
+                f"parameter {fqn!r} is cut over {self._groups[bucket.index].size} ranks (ZeRO stage 3) and its values "
+                f"are not here: read or edit it inside `with model.gather_parameters({fqn!r}):`, or use "
+                "hybrid.full_parameter(p), or model.full_state_dict() for all of them (every rank must call them)"
+            )
+        self._gather([bucket])
+        owners = {name for name, buckets in self._units.items() if bucket in buckets}
+        if bucket.index not in self._around and not owners & set(self._active) and torch.is_grad_enabled():
+            self._kept.add(bucket.index)
+
+    def _gather(self, buckets: Iterable[Bucket]) -> None:
+        wanted = list(buckets)
+        for bucket in wanted:
+            self._start(bucket)
+        for bucket in wanted:
+            self._arrive(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        if self._state[bucket.index] is not ShardedState.FREED:
+            return
+        bucket.allocate_data()
+        group = self._groups[bucket.index]
+        self._handles[bucket.index] = ops.all_gather(
+            bucket.data, bounds=bucket.partition.bounds, group=group, tag=bucket.index
+        )
+        self._state[bucket.index] = ShardedState.ARRIVING
+        whole = sum(state is not ShardedState.FREED for state in self._state)
+        self.peak_whole = max(self.peak_whole, whole)
+
+    def _arrive(self, bucket: Bucket) -> None:
+        if self._state[bucket.index] is ShardedState.ARRIVING:
+            self._handles.pop(bucket.index).wait()
+            self._state[bucket.index] = ShardedState.WHOLE
+            mark_present(bucket.parameters)
+
+    def _fetch_ahead(self, name: str, *, step: int) -> None:
+        """Start the gather of the units that followed (or preceded) this one in the last pass."""
+        order = self._order if step > 0 else (self._this_pass or self._order)
+        if name not in order:
+            return
+        place = order.index(name) if step > 0 else len(order) - 1 - order[::-1].index(name)
+        for distance in range(1, self._prefetch + 1):
+            neighbour = place + step * distance
+            if 0 <= neighbour < len(order):
+                for bucket in self._units[order[neighbour]]:
+                    self._start(bucket)
+
+    def _free_idle(self) -> None:
+        """Free what no running unit needs, and the model's forward or backward does not hold."""
+        if self._edited:
+            return
+        needed = {bucket.index for name in self._active for bucket in self._units[name]}
+        if self._forward_depth > 0 or self._in_backward:
+            needed |= self._around
+        for bucket in self._buckets:
+            if bucket.index not in needed and bucket.index not in self._kept:
+                self._free(bucket)
+
+    def _free(self, bucket: Bucket) -> None:
+        if self._state[bucket.index] is ShardedState.FREED:
+            return
+        self._arrive(bucket)  # resizing a buffer that is being received into would lose the message
+        mark_absent(bucket.parameters, self)
+        bucket.free_data()
+        self._state[bucket.index] = ShardedState.FREED
+
+    def free_all(self) -> None:
+        """After an update: whatever is whole is out of date."""
+        self._kept.clear()
+        for bucket in self._buckets:
+            self._free(bucket)
+
+    # -- reading and editing from outside --------------------------------------------------------------
+
+    @contextmanager
+    def whole(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Inside, these buckets' parameters are whole and may be edited, on all ranks alike. Collective."""
+        self._gather(sorted(buckets, key=lambda bucket: -bucket.index))
+        self._edited += 1
+        try:
+            yield
+        finally:
+            self._edited -= 1
+            for bucket in buckets:
+                bucket.take_own_from_data()
+            if not self._edited and self._forward_depth == 0:
+                for bucket in buckets:
+                    self._free(bucket)
+
+    def states(self) -> Mapping[int, ShardedState]:
+        return dict(enumerate(self._state))
