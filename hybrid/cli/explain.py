@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,6 +17,9 @@ from hybrid.strategy import DistributedStrategy
 from hybrid.strategy.explain import Explanation, explanation
 
 __all__ = ["explain"]
+
+MIN_VALUE_WIDTH = 12
+GAPS_WIDTH = 4  # between three columns
 
 
 def explain(
@@ -77,12 +81,28 @@ def _print_problems(error: StrategyError, *, json_output: bool) -> None:
         console.print(f"  {number}. {escape(problem)}")
 
 
+def _value_width(told: Explanation, width: int) -> int | None:
+    """What the columns of settings and origins leave to the values on a line; None if that is too little.
+
+    No word of those two is broken: the paths of settings are in them, to be read, copied and searched for.
+    """
+    settings = max(cell_len(row.setting) + 2 for row in told.rows)
+    origins = max(cell_len(word) for row in told.rows for word in row.origin.split())
+    values = max(cell_len(row.value) for row in told.rows)
+    left = width - settings - origins - GAPS_WIDTH
+    return min(values, left) if left >= min(values, MIN_VALUE_WIDTH) else None
+
+
 def _print_tables(told: Explanation) -> None:
     console = Console(highlight=False)
+    value_width = _value_width(told, console.width)
+    if value_width is None:
+        typer.echo(told.to_text())
+        return
     where = "any number of processes" if told.world_size is None else f"{told.world_size} processes"
     table = Table(title=f"Strategy on {where}", title_justify="left", box=None, pad_edge=False)
     table.add_column("setting", no_wrap=True)
-    table.add_column("value", style="bold", overflow="fold")
+    table.add_column("value", style="bold", overflow="fold", width=value_width)
     table.add_column("origin", overflow="fold")
     section = ""
     for row in told.rows:

@@ -54,6 +54,15 @@ def run(
             rich_help_panel=NODES,
         ),
     ] = None,
+    rdzv_id: Annotated[
+        str | None,
+        typer.Option(
+            "--rdzv-id",
+            metavar="NAME",
+            help="Name of the job at the meeting point, the same on its machines [$SLURM_JOB_ID].",
+            rich_help_panel=NODES,
+        ),
+    ] = None,
 ) -> None:
     """Run a script on many ranks, with torchrun underneath.
 
@@ -77,6 +86,7 @@ def run(
         master_addr=master_addr,
         master_port=master_port,
         rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
         strategy=strategy,
         log_dir=log_dir,
     )

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from hybrid.collectives import trace
 from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
+from hybrid.collectives.exchange import PeerError
 from hybrid.errors import CollectiveError
 
 __all__ = ["Handle", "Pending", "collective_error", "forget_calls"]
@@ -63,7 +64,8 @@ class Handle:
             if isinstance(error, RuntimeError):
                 failure = collective_error(call, error, waited_seconds=time.monotonic() - started)
                 call.end(CallState.FAILED)
-                raise failure from error
+                # Our own errors are in the message as they are; one traceback then shows the user's line.
+                raise failure from None if isinstance(error, PeerError | CollectiveError) else error
             call.end(CallState.FAILED)
             raise
         finally:

@@ -67,7 +67,7 @@ def num_tokens(batch: Any) -> int:
     return num_samples(batch)
 
 
-def split_batch(batch: Any, *, accumulate_steps: int, micro_batch_size: int | None) -> list[Any]:
+def split_batch(batch: Any, *, accumulate_steps: int, micro_batch_size: int | None, training: bool = True) -> list[Any]:
     """Cut a batch into exactly `accumulate_steps` micro-batches, in order; the last ones may be smaller or empty.
 
     With `micro_batch_size` the pieces have that size, and a batch that is too long is refused; a shorter one
@@ -78,10 +78,11 @@ def split_batch(batch: Any, *, accumulate_steps: int, micro_batch_size: int | No
     """
     total = num_samples(batch)
     if micro_batch_size is not None and total > micro_batch_size * accumulate_steps:
+        steps = f", or set accumulate_steps={-(-total // micro_batch_size)}" if training else ""
         raise BatchError(
             f"this rank's batch has {total} samples, but micro_batch_size={micro_batch_size} × "
             f"accumulate_steps={accumulate_steps} = {micro_batch_size * accumulate_steps}; give the data loader that "
-            f"batch size, or set accumulate_steps={-(-total // micro_batch_size)}"
+            f"batch size{steps}"
         )
     if micro_batch_size is not None:
         ends = [min(total, micro_batch_size * (step + 1)) for step in range(accumulate_steps)]

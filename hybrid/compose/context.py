@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybrid.data.coordinate import DataCoordinate, set_coordinate_provider
@@ -100,7 +100,10 @@ def ensure(strategy: DistributedStrategy | None, *, at_init: bool = False) -> Sc
 
 def check_same_strategy(strategy: DistributedStrategy) -> None:
     """Raises StrategyError if a job runs with another strategy."""
-    if _scope is not None and strategy != _scope.strategy:
+    if _scope is None or strategy == _scope.strategy:
+        return
+    resolved = strategy.resolve(_scope.mesh.world_size)
+    if replace(resolved, notes=()) != replace(_scope.resolved, notes=()):  # a default written out is no difference
         raise StrategyError(
             "this process already runs with another strategy (the first given to hybrid.init or distributed_model):\n"
             f"  in force: {_scope.strategy!r}\n  given:    {strategy!r}\n"
@@ -155,7 +158,10 @@ def get_mesh() -> Mesh:
 
 
 def shutdown() -> None:
-    """Leave the job; the process group is stopped if hybrid started it. Wrapped models cannot be trained further."""
+    """Leave the job; the process group is stopped if hybrid started it, and then wrapped models are done.
+
+    In a group that somebody else started, models wrapped before go on as they were.
+    """
     global _scope  # noqa: PLW0603
     if _scope is None:
         return

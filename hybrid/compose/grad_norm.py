@@ -32,7 +32,7 @@ def agree(engine: ShardingEngine, *, world: ops.Group, norm_type: float | None) 
         norm_type: p of the p-norm; `math.inf` for the largest absolute value; None: no norm wanted.
 
     Returns:
-        The norm as a 0-d fp32 tensor, equal on all ranks, or None.
+        The norm as a 0-d fp64 tensor, equal on all ranks, or None.
     """
     flags = engine.has_gradient_flags()
     device = engine.device
@@ -50,13 +50,13 @@ def agree(engine: ShardingEngine, *, world: ops.Group, norm_type: float | None) 
     if math.isinf(norm_type):
         largest = _largest(engine)
         ops.all_reduce(largest, group=world, op="max", control=True).wait()
-        return largest.float()
-    return (message[0] ** (1.0 / norm_type)).float()
+        return largest
+    return message[0] ** (1.0 / norm_type)
 
 
 def clip_by_norm(engine: ShardingEngine, norm: torch.Tensor, *, max_norm: float) -> None:
     """Scale every gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
-    coefficient = torch.clamp(max_norm / (norm.double() + _CLIP_EPSILON), max=1.0)
+    coefficient = torch.clamp(max_norm / (norm + _CLIP_EPSILON), max=1.0)
     factor: float | torch.Tensor = coefficient if coefficient.is_cuda else coefficient.item()
     for bucket in engine.buckets:
         bucket.scale = bucket.scale * factor

@@ -155,7 +155,7 @@ class DistributedModel(nn.Module):
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise GradientAccessError(f"the gradient norm of order {norm_type} is {norm.item()}: cannot clip by it")
         grad_norm.clip_by_norm(self.hybrid_runtime.engine, norm, max_norm=float(max_norm))
-        return norm
+        return norm.to(self.hybrid_runtime.engine.result_dtype)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]. *Collective* (gradients are reduced first)."""
@@ -290,7 +290,9 @@ def _extended(base: type[nn.Module]) -> type[nn.Module]:
 def _before_forward(model: nn.Module, _: Any) -> None:
     """A backward that raised leaves a round open; close it before the next one begins (not in a recompute)."""
     if not shims.in_backward():
-        cast(DistributedModel, model).hybrid_runtime.engine.reducer.finish_round()
+        engine = cast(DistributedModel, model).hybrid_runtime.engine
+        engine.reducer.finish_round()
+        engine.check_memory()
 
 
 def _check_model(model: nn.Module) -> None:

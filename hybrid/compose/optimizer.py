@@ -75,9 +75,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 result = closure()
         runtime, shards = self.hybrid_runtime, self.hybrid_shards
         runtime.engine.check_unchanged()
+        runtime.check_plain_step()
         runtime.synchronise_and_clip(shards=shards)
         runtime.check_unscaled()
-        self._update_shards(deferred=False)
+        self._update_shards(deferred=runtime.strategy.overlap_param_gather)
         return result
 
     @torch.optim.Optimizer.profile_hook_step
@@ -88,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _update_shards(self, *, deferred: bool) -> None:
         runtime, shards = self.hybrid_runtime, self.hybrid_shards
-        runtime.engine.gather.finish()
+        runtime.engine.before_update(shards.buckets())
         base_step = _base_step(type(self))
         shards.step(lambda: base_step(self))
         runtime.mark_stepped(shards)

@@ -15,7 +15,7 @@ import torch
 
 from hybrid.collectives import ops
 from hybrid.compose import grad_norm
-from hybrid.errors import OptimizerError
+from hybrid.errors import ModelError, OptimizerError
 from hybrid.mesh import Mesh
 from hybrid.sharding.engine import ShardingEngine
 from hybrid.sharding.optimizer_state import OptimizerShards, is_elementwise
@@ -49,8 +49,10 @@ class Runtime:
         self.mesh = mesh
         self.strategy = strategy
         self.optimizers: list[OptimizerShards] = []
-        # Samples or tokens behind the gradients that train_batch(step=False) has left, summed over the world.
+        # Samples or tokens behind the gradients that train_batch has left, summed over its calls and the world;
+        # and those of which the settled gradients are the mean already, if somebody looked in between.
         self.accumulated_weight: torch.Tensor | None = None
+        self._settled_weight: float | None = None
         self._stepped_at: dict[int, int] = {}
         self._unscaled_at = -1
         self.scaler = _make_scaler(strategy, mesh)
@@ -77,6 +79,11 @@ class Runtime:
                     f"{name} is not known to update each element by itself, so it cannot step on slices that cut "
                     "through a parameter: set sharding_configs['partition'] = 'parameter' (or 'auto')"
                 )
+            if self.engine.partition_kind != "parameter" and self.engine.unsharder is not None:
+                raise OptimizerError(
+                    f"{name} is not known to update each element by itself, so at stage 3 it needs "
+                    "sharding_configs['partition'] = 'parameter' from the start; or use AdamW or SGD"
+                )
             if self.engine.partition_kind != "parameter" and self.engine.settings.zero_stage > 0:
                 self._repartition(name)
         shards = OptimizerShards(self.engine, optimizer)
@@ -94,9 +101,22 @@ class Runtime:
 
     # -- one step --------------------------------------------------------------------------------------
 
-    def plain_scale(self) -> float:
-        """Factor from the sum over ranks to the gradient in a plain loop: each rank's loss is a mean (or sum)."""
-        return 1.0 if self.strategy.loss_reduction == "sum" else 1.0 / self.strategy.data_parallel_size
+    def _settle(self) -> None:
+        """Turn sums over ranks into the gradient, with the one scale that they need.
+
+        In a plain loop each rank's loss is a mean, so the sum is divided by the number of data-parallel ranks.
+        train_batch runs backward on sums over samples (or tokens), so the sum is divided by all of these; what was
+        settled before, a mean over fewer, is brought to the same divisor.
+        """
+        if self.strategy.loss_reduction == "sum" or self.accumulated_weight is None:
+            is_sum = self.strategy.loss_reduction == "sum"
+            self.engine.settle(1.0 if is_sum else 1.0 / self.strategy.data_parallel_size)
+            return
+        weight = self.accumulated_weight.item()
+        if self._settled_weight is not None and weight > 0:
+            self.engine.scale_settled(self._settled_weight / weight)
+        self.engine.settle(1.0 / weight if weight > 0 else 1.0)
+        self._settled_weight = weight
 
     def has_gradients(self) -> bool:
         """Whether any gradient buffer is alive on this rank."""
@@ -113,24 +133,30 @@ class Runtime:
         return fresh or (shards is not None and self._stepped_at.get(id(shards), 0) == self.engine.settlements)
 
     def synchronise(
-        self, *, scale: float | None = None, norm_type: float | None = None, shards: OptimizerShards | None = None
+        self, *, norm_type: float | None = None, shards: OptimizerShards | None = None
     ) -> torch.Tensor | None:
         """Settle the gradients if anything is unsettled, and return their norm if `norm_type` is given."""
+        if self.accumulated_weight is not None and self.engine.reducer.saw_plain_backward:
+            raise ModelError(
+                "backward() was called between train_batch(step=False) and the step: its loss is a mean where "
+                "train_batch adds up sums, so the two cannot be added. Give that loss to train_batch as well "
+                "(forward_step=...), or accumulate in a plain loop only"
+            )
         if self.needs_settlement(shards):
             self.engine.reduce_all()
-            self.engine.settle(self.plain_scale() if scale is None else scale)
+            self._settle()
         elif norm_type is None:
             return None
         return grad_norm.agree(self.engine, world=self.mesh.world, norm_type=norm_type)
 
     def synchronise_and_clip(
-        self, *, scale: float | None = None, shards: OptimizerShards | None = None, want_norm: bool = False
+        self, *, shards: OptimizerShards | None = None, want_norm: bool = False
     ) -> torch.Tensor | None:
         """Settle, and clip as the strategy says. Returns the norm before clipping where it was computed."""
         clipping = self.strategy.gradient_clipping
         by_norm = clipping is not None and clipping.kind == "norm"
         norm_type = clipping.norm_type if clipping is not None and by_norm else 2.0
-        norm = self.synchronise(scale=scale, norm_type=norm_type if by_norm or want_norm else None, shards=shards)
+        norm = self.synchronise(norm_type=norm_type if by_norm or want_norm else None, shards=shards)
         if clipping is not None:
             if by_norm:
                 assert norm is not None and clipping.max_norm is not None
@@ -153,6 +179,16 @@ class Runtime:
         ops.all_reduce(overflow, group=self.mesh.world, op="max", control=True).wait()
         found_inf.copy_(torch.maximum(found_inf, overflow.to(found_inf.dtype).view(found_inf.shape)))
         self._unscaled_at = self.engine.settlements
+
+    def check_plain_step(self) -> None:
+        """Raises OptimizerError: the strategy asks for what only train_batch carries out."""
+        steps = self.strategy.accumulate_steps
+        if steps > 1 and self.accumulated_weight is None:
+            raise OptimizerError(
+                f"accumulate_steps = {steps} is carried out by model.train_batch; optimizer.step() in a plain loop "
+                "would ignore it. Call model.train_batch, or leave accumulate_steps out and call "
+                f"backward() {steps} times before each step"
+            )
 
     def check_unscaled(self) -> None:
         """Raises OptimizerError: a step in float16 whose gradients nobody unscaled."""
@@ -184,7 +220,8 @@ class Runtime:
     def zero_grad(self, parameters: list[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         self.engine.zero_grad(parameters, set_to_none=set_to_none)
         if not self.has_gradients():
-            self.accumulated_weight = None
+            self.accumulated_weight = self._settled_weight = None
+            self.engine.reducer.saw_plain_backward = False
 
     def memory_bytes(self) -> dict[str, int]:
         """Live bytes on this rank of what ZeRO cuts."""

@@ -107,21 +107,18 @@ def train_batch(
         reducer.defer_end = False
     assert totals_handle is not None
     totals_handle.wait()
-    weight = totals[1]
-    loss = _mean(totals[0], weight, strategy.loss_reduction)
-    if runtime.accumulated_weight is not None:
-        weight = weight + runtime.accumulated_weight
+    loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
+    before = runtime.accumulated_weight
+    runtime.accumulated_weight = totals[1].clone() if before is None else before + totals[1]
     grad_norm, skipped = None, False
-    if not step:
-        runtime.accumulated_weight = weight
-    else:
+    if step:
         assert isinstance(optimizer, DistributedOptimizer)
-        grad_norm, skipped = _update(runtime, optimizer, weight.item(), scaler)
+        grad_norm, skipped = _update(runtime, optimizer, scaler)
         if lr_scheduler is not None and not skipped:
             _advance(lr_scheduler, loss)
     return StepResult(
         loss=loss,
-        grad_norm=grad_norm,
+        grad_norm=None if grad_norm is None else grad_norm.to(runtime.engine.result_dtype),
         skipped=skipped,
         seconds=time.perf_counter() - started_seconds,
         totals=totals,
@@ -141,12 +138,16 @@ def eval_batch(
     totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
     with _evaluating(model), torch.no_grad():
         pieces = split_batch(
-            batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
+            batch,
+            accumulate_steps=strategy.accumulate_steps,
+            micro_batch_size=strategy.micro_batch_size,
+            training=False,
         )
         for micro_batch in pieces:
             _forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
     ops.all_reduce(totals, group=runtime.mesh.world, control=True).wait()
-    return EvalResult(loss=_mean(totals[0], totals[1], strategy.loss_reduction), count=totals[1])
+    loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
+    return EvalResult(loss=loss, count=totals[1])
 
 
 def _choose_scaler(runtime: Runtime, scaler: Any) -> torch.amp.GradScaler | None:
@@ -262,26 +263,25 @@ def _check_scalar(loss: Any) -> None:
 
 def _mean(loss_sum: torch.Tensor, weight: torch.Tensor, loss_reduction: str) -> torch.Tensor:
     if loss_reduction == "sum":
-        return loss_sum.float()
-    return torch.where(weight > 0, loss_sum / weight.clamp(min=1e-300), torch.zeros_like(loss_sum)).float()
+        return loss_sum.clone()
+    return torch.where(weight > 0, loss_sum / weight.clamp(min=1e-300), torch.zeros_like(loss_sum))
 
 
 def _update(
-    runtime: Runtime, optimizer: DistributedOptimizer, weight: float, scaler: torch.amp.GradScaler | None
+    runtime: Runtime, optimizer: DistributedOptimizer, scaler: torch.amp.GradScaler | None
 ) -> tuple[torch.Tensor | None, bool]:
     """Settle with the one scale, unscale, clip, step, empty.
 
     A batch without any sample or token changes nothing; nor does one whose scaled gradients overflowed anywhere.
     """
     runtime.engine.check_unchanged()
-    is_sum = runtime.strategy.loss_reduction == "sum"
-    skipped = weight <= 0
-    scale = 1.0 if is_sum or skipped else 1.0 / weight
+    assert runtime.accumulated_weight is not None
+    skipped = runtime.accumulated_weight.item() <= 0
     if scaler is not None:
-        runtime.synchronise(scale=scale, shards=optimizer.hybrid_shards)
+        runtime.synchronise(shards=optimizer.hybrid_shards)
         if runtime.has_gradient_anywhere():
             scaler.unscale_(optimizer)
-    grad_norm = runtime.synchronise_and_clip(scale=scale, shards=optimizer.hybrid_shards, want_norm=True)
+    grad_norm = runtime.synchronise_and_clip(shards=optimizer.hybrid_shards, want_norm=True)
     if scaler is not None and runtime.has_gradient_anywhere():
         assert grad_norm is not None
         skipped = skipped or not bool(torch.isfinite(grad_norm))
@@ -289,7 +289,6 @@ def _update(
     if not skipped:
         optimizer.step_settled(deferred=runtime.strategy.overlap_param_gather)
     runtime.zero_grad()
-    runtime.accumulated_weight = None
     return grad_norm, skipped
 
 

@@ -19,6 +19,7 @@ __all__ = ["GRACE_SECONDS", "LaunchJob", "threads_per_rank"]
 # torchrun's own 30 s would make every hang half a minute longer.
 GRACE_SECONDS = 5
 DEFAULT_MASTER_PORT = 29500
+DEFAULT_RDZV_ID = "hybrid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class LaunchJob:
     master_addr: str | None = None
     master_port: int | None = None
     rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None  # None: Slurm's job number, else one name for all jobs
     strategy: Path | None = None
     log_dir: Path = Path("hybrid_logs")
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the workers' own
@@ -65,12 +67,17 @@ class LaunchJob:
             "--master-addr": self.master_addr,
             "--master-port": self.master_port,
             "--rdzv-endpoint": self.rdzv_endpoint,
+            "--rdzv-id": self.rdzv_id,
         }
         named = [name for name, value in given.items() if value is not None]
         if self.num_nodes == 1 and named:
             problems.append(f"{', '.join(named)} given with --nnodes 1, where it has no effect; leave it out")
+        elif self.rdzv_id is not None and self.rdzv_endpoint is None:
+            problems.append(f"--rdzv-id {self.rdzv_id} given without --rdzv-endpoint, where it has no effect")
+        elif self.rdzv_id is not None and not self.rdzv_id.strip():
+            problems.append("--rdzv-id is empty; expected a name that only the machines of this job give")
         if self.num_nodes > 1 and self.rdzv_endpoint is not None:
-            others = [name for name in named if name != "--rdzv-endpoint"]
+            others = [name for name in named if name not in {"--rdzv-endpoint", "--rdzv-id"}]
             if others:
                 problems.append(
                     f"--rdzv-endpoint {self.rdzv_endpoint} given with {', '.join(others)}: the meeting point "
@@ -111,7 +118,9 @@ class LaunchJob:
             # Without --local-addr the workers are told this machine's full name, which need not resolve.
             arguments += ["--standalone", "--local-addr=127.0.0.1"]
         elif self.rdzv_endpoint is not None:
-            arguments += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rdzv_endpoint}", "--rdzv-id=hybrid"]
+            # One name for the machines of one job: two jobs at one endpoint must not meet.
+            rdzv_id = self.rdzv_id or os.environ.get("SLURM_JOB_ID") or DEFAULT_RDZV_ID
+            arguments += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rdzv_endpoint}", f"--rdzv-id={rdzv_id}"]
         else:
             arguments += [
                 "--rdzv-backend=static",

@@ -34,10 +34,11 @@ class RankStatus:
     rank: int
     pid: int
     exit_code: int | None = None
+    ended_at: float | None = None  # seconds since the epoch, with the exit code
     failure: Failure | None = None
 
     def ended(self, exit_code: int, failure: Failure | None = None) -> RankStatus:
-        return replace(self, exit_code=exit_code, failure=failure)
+        return replace(self, exit_code=exit_code, ended_at=time.time(), failure=failure)
 
     def write(self, log_dir: Path) -> None:
         """Whole or not at all: the launcher may read at any moment."""

@@ -1,16 +1,16 @@
 """Why a run failed: which rank was first, what the others did then, the first one's traceback last.
 
-Three kinds of rank are told apart. A rank that failed by itself has recorded its exception, or was killed
+Four kinds of rank are told apart. A rank that failed by itself has recorded its exception, or was killed
 by a signal that nobody here sent, or left with an exit code of its own. A rank that followed raised
-CollectiveError because the first was gone or did not come. A rank that was ended was still running when the
-run was given up.
+CollectiveError because another was gone or did not come. A rank that left early had ended well while others
+still waited for it. A rank that was ended was still running when the run was given up.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from hybrid.launch.status import Failure, RankStatus, log_path, stacks_path
 __all__ = ["RunFailure", "describe_failure", "first_failure"]
 
 COLLECTIVE_ERROR = "hybrid.errors.CollectiveError"
+CONNECTION_CLOSED = "a rank is gone"  # in the message of a CollectiveError: the peer has closed its connections
+CLOSING_SECONDS = 1.0  # from there (`hybrid.shutdown()`, say) to the end of the peer's script
+MAX_RANKS = 8
 MAX_LINE = 200
 MAX_LOG_LINES = 15
 
@@ -68,6 +71,18 @@ class RunFailure:
         failure = self.failure(rank)
         return failure is not None and failure.kind == COLLECTIVE_ERROR
 
+    def left_early(self, rank: int, *, follower: int) -> bool:
+        """Whether the rank's script had ended well when `follower` missed a rank."""
+        status, failure = self.statuses.get(rank), self.failure(follower)
+        if status is None or status.exit_code != 0 or status.ended_at is None or failure is None:
+            return False
+        if self.exit_code(rank) not in (None, 0) and not self.was_ended(rank):
+            return False  # a crash after the script: a cause of its own
+        # A connection may be closed before the script ends. Where it was not, a script that ends right after
+        # the failure has been told to: it may handle SIGTERM and exit with 0.
+        lateness = CLOSING_SECONDS if CONNECTION_CLOSED in failure.message else 0.0
+        return status.ended_at <= failure.time_seconds + lateness
+
 
 def first_failure(run: RunFailure) -> int | None:
     """The rank that failed first by itself; else the first that missed others; None if no rank failed."""
@@ -98,8 +113,10 @@ def describe_failure(run: RunFailure) -> str:
                 f"logs: {run.log_dir}",
             ]
         )
+    early = [rank for rank in run.ranks if run.followed(first) and run.left_early(rank, follower=first)]
+    others = [rank for rank in run.ranks if rank != first and rank not in early]
     lines = [f"failed after {run.seconds:.1f} s"]
-    lines += [f"  rank {rank}: {text}" for rank in run.ranks if rank != first and (text := _word(run, rank))]
+    lines += [f"  rank {rank}: {text}" for rank in others if (text := _word(run, rank))]
     lines += [f"  logs: {run.log_dir}"]
     failure = run.failure(first)
     if failure is None:
@@ -108,7 +125,17 @@ def describe_failure(run: RunFailure) -> str:
     else:
         verb = "was the first to miss another rank" if run.followed(first) else "failed first"
         lines += [f"rank {first} {verb}:", "", failure.traceback.rstrip()]
+    if early:
+        lines += ["", _early_words(early)]
     return "\n".join(lines)
+
+
+def _early_words(early: Sequence[int]) -> str:
+    shown = ", ".join(map(str, early[:MAX_RANKS])) + (", ..." if len(early) > MAX_RANKS else "")
+    return (
+        f"rank{'s' if len(early) > 1 else ''} {shown} had already ended with exit code 0: the script left the loop "
+        "early there; compare the number of batches on each rank"
+    )
 
 
 def _word(run: RunFailure, rank: int) -> str | None:

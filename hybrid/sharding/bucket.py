@@ -202,15 +202,15 @@ class Bucket:
             for index, (part, shape) in enumerate(zip(self.slices, self._own_shapes, strict=True))
         ]
 
-    def moved(self) -> str | None:
-        """The fqn of a parameter whose `data` was replaced since wrapping, if there is one.
+    def moved(self, fqns: Sequence[str]) -> str | None:
+        """The first of these parameters of the bucket whose `data` was replaced since wrapping, if there is one.
 
         Not asked at stage 3: replacing the data of an absent parameter is refused when it is tried.
         """
         if self.cut is not None:
             return None
-        for fqn, parameter, address in zip(self.fqns, self.parameters, self._addresses, strict=True):
-            if parameter.data_ptr() != address:
+        for fqn, parameter, address in zip(fqns, self.parameters, self._addresses, strict=False):
+            if parameter.data_ptr() != address or parameter.dtype != self.key.dtype:
                 return fqn
         return None
 

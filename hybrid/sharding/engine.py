@@ -62,6 +62,8 @@ class ShardingEngine:
         check_parameters(self.parameters, placements)
         self._trainable = {fqn: p for fqn, p in self.parameters.items() if p.requires_grad}
         self.device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        wide = any(p.dtype == torch.float64 for p in self.parameters.values())
+        self.result_dtype = torch.float64 if wide else torch.float32  # of losses and norms that users get
         self.fqn_of = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
         self._coordinates = dict(coordinates)
         self._group_of = group_of
@@ -156,6 +158,12 @@ class ShardingEngine:
             bucket.settle(scale * self.reducer.undo_scale(bucket))
         self.settlements += 1
 
+    def scale_settled(self, factor: float) -> None:
+        """Multiply what is settled already, before more is added."""
+        for bucket in self.buckets:
+            if bucket.settled is not None:
+                bucket.scale = bucket.scale * factor
+
     def zero_grad(self, parameters: Sequence[torch.nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         """Empty local buffers and accumulators, of all parameters or of these."""
         self.reducer.finish_round()
@@ -195,6 +203,11 @@ class ShardingEngine:
 
     # -- parameters ------------------------------------------------------------------------------------
 
+    def check_memory(self) -> None:
+        """Refuse a model whose memory was replaced as a whole, by a look at one parameter per bucket."""
+        for bucket in self.buckets:
+            self._refuse_moved(bucket.moved(bucket.fqns[:1]))
+
     def check_unchanged(self) -> None:
         """Refuse what was done to the model behind the engine's back since it was wrapped.
 
@@ -202,13 +215,7 @@ class ShardingEngine:
             ModelError: `p.data` was replaced (`.to()`, `.half()`, a hand-made assignment), or `requires_grad` changed.
         """
         for bucket in self.buckets:
-            moved = bucket.moved()
-            if moved is not None:
-                raise ModelError(
-                    f"the memory of parameter {moved!r} was replaced after distributed_model (by .to(), .half(), "
-                    "an assignment to .data): the engine would update the old one. Do it before distributed_model, "
-                    "or edit in place: `with torch.no_grad(): p.copy_(value)`"
-                )
+            self._refuse_moved(bucket.moved(bucket.fqns))
         for fqn, parameter in self.parameters.items():
             if parameter.requires_grad != (fqn in self._trainable):
                 now = "trainable" if parameter.requires_grad else "frozen"
@@ -216,6 +223,15 @@ class ShardingEngine:
                     f"parameter {fqn!r} is {now} now and was not when the model was wrapped; freeze and unfreeze "
                     "before distributed_model (wrap a fresh model with the new flags)"
                 )
+
+    @staticmethod
+    def _refuse_moved(fqn: str | None) -> None:
+        if fqn is not None:
+            raise ModelError(
+                f"the memory of parameter {fqn!r} was replaced after distributed_model (by .to(), .half(), "
+                "an assignment to .data): the engine would update the old one. Do it before distributed_model, "
+                "or edit in place: `with torch.no_grad(): p.copy_(value)`"
+            )
 
     def after_update(self, buckets: Sequence[Bucket], *, deferred: bool) -> None:
         """Make the updated shards the parameters of every rank; returns when they are, unless `deferred`.
@@ -235,6 +251,13 @@ class ShardingEngine:
         # Buckets are written behind the parameters' own version counters; without this a graph made before the
         # step could be used after it and give wrong gradients where plain torch raises.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
+
+    def before_update(self, buckets: Sequence[Bucket]) -> None:
+        """Take parameter values that were edited in place into the masters, which would overwrite them."""
+        self.gather.finish()
+        if self.unsharder is None:
+            for bucket in buckets:
+                bucket.take_own_from_data()
 
     @contextmanager
     def whole(self, fqns: Sequence[str] | None = None) -> Iterator[None]:

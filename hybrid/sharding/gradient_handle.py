@@ -30,19 +30,26 @@ class GradientHandle(torch.Tensor):
 
     fqn: str
     held_dtype: torch.dtype
-    unscaler: Unscaler
+    unscaler: Unscaler | None
 
     @staticmethod
-    def of(parameter: torch.Tensor, *, fqn: str, held_dtype: torch.dtype, unscaler: Unscaler) -> GradientHandle:
+    def of(
+        parameter: torch.Tensor,
+        *,
+        fqn: str,
+        held_dtype: torch.dtype | None = None,
+        unscaler: Unscaler | None = None,
+    ) -> GradientHandle:
         """The handle for one parameter; made once, it costs one element.
 
-        `held_dtype` is the dtype of the gradient in its bucket, and what `p.grad.dtype` says; `unscaler` answers
-        `torch.amp.GradScaler`.
+        Args:
+            held_dtype: dtype of the gradient in its bucket, and what `p.grad.dtype` says; None: the parameter's.
+            unscaler: answers `torch.amp.GradScaler`; None: unscaling raises like any other use.
         """
         one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         handle: GradientHandle = one.expand(parameter.shape).as_subclass(GradientHandle)
         handle.fqn = fqn
-        handle.held_dtype = held_dtype
+        handle.held_dtype = parameter.dtype if held_dtype is None else held_dtype
         handle.unscaler = unscaler
         return handle
 
@@ -52,7 +59,7 @@ class GradientHandle(torch.Tensor):
     ) -> Any:
         if func == _DTYPE:
             return args[0].held_dtype
-        if func is shims.AMP_UNSCALE:
+        if func is shims.AMP_UNSCALE and args[0][0].unscaler is not None:
             gradients, found_inf, inverse_scale = args
             gradients[0].unscaler([gradient.fqn for gradient in gradients], found_inf, inverse_scale)
             return None

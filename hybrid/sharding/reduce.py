@@ -61,6 +61,7 @@ class Reducer:
         self.unscaler: Unscaler | None = None  # set by the floor that can agree over the world
         self.synchronise = True
         self.defer_end = False  # train_batch closes the round itself, right after its own backward
+        self.saw_plain_backward = False  # since gradients were last empty: one that train_batch did not make
         self.rounds_since_settlement = 0
         self._open = False
         self._next = 0
@@ -108,6 +109,8 @@ class Reducer:
                 return
             parameter.grad = None
             bucket.accumulate(position, gradient.detach())
+            if not self.defer_end:
+                self.saw_plain_backward = True
             parameter.grad = handle
             self._arrive(bucket, position)
 

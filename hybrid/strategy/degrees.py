@@ -83,7 +83,7 @@ def solve_degrees(choices: Mapping[str, Choice], world_size: int) -> Degrees:
 def _check_uncut(shard: Choice, stage: Choice, problems: list[str]) -> None:
     if shard.given and shard.value != 1:
         why = f"at stage 0 ({stage.where} = 0)" if stage.given else "while sharding is off"
-        problems.append(f"{shard.where} = {shard.value}: nothing is cut {why}; choose stage 1 or 2, or leave it out")
+        problems.append(f"{shard.where} = {shard.value}: nothing is cut {why}; choose stage 1, 2 or 3, or leave it out")
 
 
 def _derive_model_axis(

@@ -10,7 +10,7 @@ from hybrid.strategy.choice import Choice
 if TYPE_CHECKING:
     from hybrid.strategy.strategy import DistributedStrategy
 
-__all__ = ["check_clipping", "check_effects"]
+__all__ = ["LOSS_SCALING", "check_clipping", "check_effects"]
 
 
 def check_effects(choices: Mapping[str, Choice]) -> list[str]:
@@ -18,7 +18,19 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
     stage = choices["zero_stage"]
     at_stage = f"at stage {stage.value}" if stage.where != "sharding" else "while sharding is off"
 
+    for name in ("units", "prefetch"):
+        choice = choices[name]
+        if choice.given and stage.value < 3:
+            problems.append(
+                f"{choice.said} does nothing {at_stage}: parameters are gathered by unit at stage 3 only; choose "
+                f"stage 3, or leave it out{_ELSE[name]}"
+            )
     gather = choices["overlap_param_gather"]
+    if gather.given and gather.value and stage.value == 3:
+        problems.append(
+            f"{gather.said} does nothing at stage 3: no parameters are gathered after the update, each unit gathers "
+            f"its own when it computes; set prefetch to gather ahead, and leave this out"
+        )
     if gather.given and gather.value and stage.value == 0:
         problems.append(
             f"{gather.said} does nothing {at_stage}: every rank updates all parameters, so none are "
@@ -27,15 +39,41 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
     partition = choices["partition"]
     if partition.given and partition.value != "auto" and stage.value == 0:
         problems.append(
-            f"{partition.said} does nothing {at_stage}: no state is cut; choose stage 1 or 2, or leave it out"
+            f"{partition.said} does nothing {at_stage}: no state is cut; choose stage 1, 2 or 3, or leave it out"
         )
     reduce = choices["grad_reduce"]
     if reduce.given and stage.value <= 1 and reduce.value != "last_micro_batch":
         problems.append(
             f"{reduce.said} does nothing {at_stage}: whole gradients are kept and reduced once "
-            f"per step; choose stage 2, or 'last_micro_batch'"
+            f"per step; choose stage 2 or 3, or 'last_micro_batch'"
         )
     problems.extend(_check_every_k(reduce, choices["accumulate_steps"]))
+    if choices["amp"].value:
+        problems.extend(_check_amp(choices))
+    return problems
+
+
+_ELSE = {"units": " (bucket_bytes sizes the buckets; recompute_configs has units of its own)", "prefetch": ""}
+LOSS_SCALING = ("amp_init_loss_scaling", "amp_growth_interval", "amp_growth_factor", "amp_backoff_factor")
+
+
+def _check_amp(choices: Mapping[str, Choice]) -> list[str]:
+    """Of mixed precision; with the flag off its section is refused as a whole."""
+    dtype, level, grad_dtype = (choices[name] for name in ("amp_dtype", "amp_level", "grad_dtype"))
+    if dtype.value == "float16":
+        return []
+    source = dtype.said + ("" if dtype.given else " (the default)")
+    problems = [
+        f"{choices[name].said} does nothing with {source}, whose range needs no loss scaling; leave it out, or set "
+        f"dtype to 'float16'"
+        for name in LOSS_SCALING
+        if choices[name].given
+    ]
+    if grad_dtype.value == "float16" and level.value == "O2":
+        problems.append(
+            f"{grad_dtype.said} with {source} and level 'O2': gradients of bfloat16 leave the range of float16, and "
+            f"no loss scale keeps them in it; use 'float32', 'bfloat16' or 'param'"
+        )
     return problems
 
 

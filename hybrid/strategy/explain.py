@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid.contracts.layout import AXES, Layout
 from hybrid.errors import StrategyError
 from hybrid.strategy.choice import Choice
+from hybrid.strategy.effects import LOSS_SCALING
 from hybrid.strategy.gather import FLAGS
 from hybrid.strategy.resolve import WorkedOut, work_out
 from hybrid.units import format_bytes, format_seconds
@@ -167,7 +168,8 @@ _OPEN = {
     "micro_batch_size": "as the batches given",
     "global_batch_size": "as the batches given",
     "accumulate_steps": "follows from the world size",
-    "units": "blocks of the model",
+    "units": "repeated blocks of the model",
+    "recompute_units": "repeated blocks of the model",
     "max_norm": "off",
     "clip_value": "off",
     "seed": "not set",
@@ -182,6 +184,12 @@ def _value(name: str, choice: Choice, choices: Mapping[str, Choice]) -> str:
         return "follows from the world size"
     if name in {"units", "prefetch"} and choices["zero_stage"].value < 3:
         return "not used before stage 3"
+    if name == "overlap_param_gather" and choices["zero_stage"].value == 3:
+        return "not used at stage 3"
+    if name in LOSS_SCALING and choices["amp_dtype"].value != "float16":
+        return f"not used with {choices['amp_dtype'].value}"
+    if name == "recompute_units" and value is None and choices["units"].value is not None:
+        return "as units of sharding"
     if value is None:
         return _OPEN.get(name, "none")
     if name == "bucket_bytes":

@@ -25,6 +25,9 @@ def find_features(strategy: DistributedStrategy, found: Gathered) -> dict[str, C
             found.problems.append(
                 f"{flag} = False, but {source[0]} = {source[1]} asks for it; leave out {flag} or set the degree to 1"
             )
+            if flag == "sharding":
+                # Whether anything is cut is open: degrees that were solved for either would be a second problem.
+                found.contested.add("zero_stage")
         if source is not None and not explicit:
             features[flag] = Choice(value=True, origin="derived", where=flag, why=f"{source[0]} = {source[1]}")
             found.notes.append(f"{source[0]} = {source[1]} switches {flag} on{_AS.get(flag, '')}")

@@ -11,13 +11,13 @@ Read the table as: section, key, answer. Fields that are plain aliases of ours (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid.strategy.fleet_refusals import REFUSALS
 from hybrid.strategy.values import one_of, read_boolean, whole
 
-__all__ = ["FleetField", "fleet_field", "fleet_keys", "mapped_value"]
+__all__ = ["FleetField", "fleet_field", "fleet_keys", "mapped_values"]
 
 _MIB = 2**20
 
@@ -34,7 +34,9 @@ class FleetField:
     setting: str | None = None
     """The setting of ours that it gives a value; None where it changes nothing."""
     convert: Callable[[Any], Any] | None = None
-    """How its value becomes one of ours, where it is not the same."""
+    """How its value becomes one of ours, where it is not the same; None where it asks for nothing."""
+    also: Mapping[str, Any] = field(default_factory=dict)
+    """What it gives besides `setting` (`use_pure_bf16` is a level and a dtype)."""
     off: tuple[Any, ...] = ()
     """Values that ask for nothing (of a refused field)."""
     refused: bool = False
@@ -86,10 +88,18 @@ def _maps(
     reader: Callable[[object], Any] = _read_count,
     schema: Mapping[str, Any] = _COUNT,
     convert: Callable[[Any], Any] | None = None,
+    also: Mapping[str, Any] | None = None,
 ) -> FleetField:
     section, _, key = path.rpartition(".")
     return FleetField(
-        section=section, key=key, reader=reader, schema=schema, note=note, setting=setting, convert=convert
+        section=section,
+        key=key,
+        reader=reader,
+        schema=schema,
+        note=note,
+        setting=setting,
+        convert=convert,
+        also=also or {},
     )
 
 
@@ -129,6 +139,27 @@ _USED = (
         "bucket_bytes",
         "is bucket_bytes, in MiB",
         convert=lambda mib: mib * _MIB,
+    ),
+    # ---- low precision
+    _maps(
+        "fp16_allreduce",
+        "reduce_dtype",
+        "true is reduce_dtype 'float16', false leaves it open",
+        reader=read_boolean,
+        schema=_BOOL,
+        convert=lambda on: "float16" if on else None,
+    ),
+    *(
+        _maps(
+            f"amp_configs.{key}",
+            "amp_level",
+            f"true is level 'O2' with dtype {dtype!r}, false leaves them open",
+            reader=read_boolean,
+            schema=_BOOL,
+            convert=lambda on: "O2" if on else None,
+            also={"amp_dtype": dtype},
+        )
+        for key, dtype in (("use_pure_fp16", "float16"), ("use_pure_bf16", "bfloat16"))
     ),
     # ---- accumulation under three names
     _maps("sharding_configs.gradient_merge_acc_step", "accumulate_steps", "is accumulate_steps"),
@@ -239,6 +270,7 @@ def fleet_keys(section: str) -> tuple[str, ...]:
     return tuple(key for (home, key), field in _TABLE.items() if home == section and field.acceptable)
 
 
-def mapped_value(field: FleetField, value: Any) -> Any:
-    """Fleet's value as a value of our setting."""
-    return value if field.convert is None else field.convert(value)
+def mapped_values(field: FleetField, value: Any) -> dict[str, Any]:
+    """Fleet's value as values of our settings; empty where it asks for nothing."""
+    ours = value if field.convert is None else field.convert(value)
+    return {} if field.setting is None or ours is None else {field.setting: ours, **field.also}

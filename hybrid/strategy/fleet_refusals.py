@@ -44,7 +44,6 @@ REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("localsgd_configs", (), _LOCAL),
     ("adaptive_localsgd", _OFF, _LOCAL),
     ("adaptive_localsgd_configs", (), _LOCAL),
-    ("fp16_allreduce", _OFF, "name the type instead: sharding_configs = {'reduce_dtype': 'float16'}"),
     (
         "sync_batch_norm",
         _OFF,
@@ -198,8 +197,6 @@ REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (),
         "list modules in custom_fp32; there are no variable names here",
     ),
-    ("amp_configs.use_pure_fp16", _OFF, "write amp_configs = {'dtype': 'float16', 'level': 'O2'}"),
-    ("amp_configs.use_pure_bf16", _OFF, "write amp_configs = {'dtype': 'bfloat16', 'level': 'O2'}"),
     ("amp_configs.use_fp16_guard", _OFF, _STATIC),
     ("amp_configs.use_optimizer_fp16", _OFF, "optimizer state is fp32; leave it out"),
     ("recompute_configs.checkpoints", (), "it names tensors of a static graph; name modules in units"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybrid.strategy.choice import Choice
-from hybrid.strategy.fleet_fields import fleet_field, mapped_value
+from hybrid.strategy.fleet_fields import fleet_field, mapped_values
 from hybrid.strategy.settings import Settings
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def gather(strategy: DistributedStrategy) -> Gathered:
             section, key = _section(strategy, place)
             if section is not None and section.is_set(key):
                 value = getattr(section, key)
-                claims[name].append(_Claim(path=section.spelling(key), value=value, shown=repr(value)))
+                shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
+                claims[name].append(_Claim(path=section.spelling(key), value=value, shown=shown))
     for section in walk(strategy):
         for key, value in section.fleet_settings().items():
             _add_fleet_field(section, key, value, claims, found)
@@ -134,12 +135,9 @@ def _add_fleet_field(section: Settings, key: str, value: Any, claims: dict[str, 
     assert answer is not None, path  # nothing else gets past the assignment
     note = f"asks for nothing; {answer.note}" if answer.refused else answer.note
     found.fleet.append((path, value, note))
-    if answer.setting is None:
-        return
-    ours = mapped_value(answer, value)
-    if ours is not None:
-        shown = repr(value) if ours == value else f"{value!r} (as {answer.setting}: {ours!r})"
-        claims[answer.setting].append(_Claim(path=path, value=ours, shown=shown))
+    for setting, ours in mapped_values(answer, value).items():
+        shown = repr(value) if ours == value else f"{value!r} (as {setting}: {ours!r})"
+        claims[setting].append(_Claim(path=path, value=ours, shown=shown))
 
 
 def _section(strategy: DistributedStrategy, place: str) -> tuple[Settings | None, str]:

@@ -32,7 +32,7 @@ from hybrid.strategy.values import whole
 if TYPE_CHECKING:
     from hybrid.strategy.strategy import DistributedStrategy
 
-__all__ = ["WorkedOut", "resolve", "work_out"]
+__all__ = ["WorkedOut", "amp_settings", "recompute_settings", "resolve", "work_out"]
 
 _DEGREE_SETTINGS = frozenset({"pp", "dp_replicate", "shard_size", "cp", "tp", "zero_stage"})
 _BATCH_SETTINGS = frozenset({"micro_batch_size", "accumulate_steps", "global_batch_size"})
@@ -134,8 +134,8 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         global_batch_size=value["global_batch_size"],
         gradient_clipping=_clipping(strategy),
         loss_reduction=value["loss_reduction"],
-        amp=_amp(value),
-        recompute=_recompute(value),
+        amp=amp_settings(value),
+        recompute=recompute_settings(value),
         seed=value["seed"],
         timeout_seconds=value["timeout_seconds"],
         notes=result.notes,
@@ -169,7 +169,8 @@ def _clipping(strategy: DistributedStrategy) -> GradientClipping | None:
     return GradientClipping(kind="value", clip_value=given.clip_value)
 
 
-def _amp(value: Mapping[str, Any]) -> AmpSettings | None:
+def amp_settings(value: Mapping[str, Any]) -> AmpSettings | None:
+    """Mixed precision out of the values of all settings; None while it is off."""
     if not value["amp"]:
         return None
     return AmpSettings(
@@ -183,7 +184,8 @@ def _amp(value: Mapping[str, Any]) -> AmpSettings | None:
     )
 
 
-def _recompute(value: Mapping[str, Any]) -> RecomputeSettings | None:
+def recompute_settings(value: Mapping[str, Any]) -> RecomputeSettings | None:
+    """Recompute out of the values of all settings; None while it is off."""
     if not value["recompute"]:
         return None
     units = value["recompute_units"]
@@ -196,6 +198,13 @@ def _recompute(value: Mapping[str, Any]) -> RecomputeSettings | None:
 
 def _remarks(found: Gathered, choices: Mapping[str, Choice], layout: Layout | None) -> list[str]:
     notes = list(found.notes)
+    reduce = choices["reduce_dtype"]
+    scaled = choices["amp"].value and choices["amp_dtype"].value == "float16"
+    if reduce.value == "float16" and not scaled:
+        notes.append(
+            f"{reduce.said}: gradients travel in float16 without a loss scale of the strategy's, so those below about "
+            f"6e-8 become zero; bfloat16 has the range of float32"
+        )
     if layout is None:
         return notes
     shard, stage = layout.degree("dp_shard"), choices["zero_stage"]

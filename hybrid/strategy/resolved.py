@@ -40,7 +40,8 @@ class AmpSettings:
 
     def __str__(self) -> str:
         kept = f", {', '.join(self.custom_fp32)} in float32" if self.custom_fp32 else ""
-        return f"{self.dtype} {self.level}{kept}"
+        scale = f", loss scale from {self.init_loss_scaling:g}" if self.dtype == "float16" else ""
+        return f"{self.dtype} {self.level}{kept}{scale}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,9 @@ class RecomputeSettings:
     preserve_rng: bool
 
     def __str__(self) -> str:
-        return f"{self.policy}, {', '.join(self.units) if self.units else 'every repeated block'}"
+        names = ", ".join(self.units) if self.units else "every block"
+        rng = "" if self.preserve_rng else ", with other random numbers"
+        return f"{self.policy}, {names}{rng}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +105,11 @@ class ResolvedStrategy:
             f"sharding    ZeRO stage {self.zero_stage} ({cut}); {replicas} × {self.shard_size} ranks "
             f"(replicas × shard_size)",
             f"traffic     buckets of {format_bytes(self.bucket_bytes)}; overlap {_switch(self.overlap_comm)}; "
-            f"parameter gather {'in the next forward' if self.overlap_param_gather else 'at the end of the step'}; "
+            f"{_gather(self)}; "
             f"gradients reduced {_reduction(self.grad_reduce)}",
-            f"types       gradients accumulated in {self.grad_dtype}, sent in "
-            f"{self.grad_dtype if self.reduce_dtype == 'grad' else self.reduce_dtype}",
+            f"types       gradients of low-precision parameters accumulated in "
+            f"{'their own type' if self.grad_dtype == 'param' else self.grad_dtype}; all sent in "
+            f"{'the type of accumulation' if self.reduce_dtype == 'grad' else self.reduce_dtype}",
             f"precision   {self.amp or 'as the model'}; recompute {self.recompute or 'off'}",
             f"batch       {_batch(self)}",
             f"clipping    {self.gradient_clipping or 'off'}",
@@ -114,6 +118,15 @@ class ResolvedStrategy:
             *(f"note        {note}" for note in self.notes),
         ]
         return "\n".join(lines)
+
+
+def _gather(resolved: ResolvedStrategy) -> str:
+    if resolved.zero_stage == 0:
+        return "no parameter gather"
+    if resolved.zero_stage == 3:
+        units = ", ".join(resolved.units) if resolved.units else "every repeated block"
+        return f"parameters gathered by unit ({units}), {resolved.prefetch} ahead"
+    return f"parameter gather {'in the next forward' if resolved.overlap_param_gather else 'at the end of the step'}"
 
 
 def _switch(value: bool) -> str:

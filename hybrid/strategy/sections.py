@@ -11,13 +11,16 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from hybrid.errors import StrategyError
 from hybrid.strategy.settings import Section
 from hybrid.strategy.values import (
+    AmpDtype,
+    BackoffFactor,
     Boolean,
     ByteCount,
     Count,
     Degree,
-    Dtype,
     GradDtype,
     GradReduce,
+    GrowthFactor,
+    LossScale,
     Names,
     Order,
     PositiveOrInfinite,
@@ -73,15 +76,15 @@ class ShardingConfigs(Section):
     grad_reduce: GradReduce = "auto"
     """When gradients are reduced under accumulation: every micro-batch, the last one, or every k-th."""
     grad_dtype: GradDtype = "float32"
-    """Type in which gradients are accumulated; `param` is that of the parameters."""
+    """Type in which gradients of low-precision parameters are accumulated; `param` is the parameters' own."""
     reduce_dtype: ReduceDtype = "grad"
     """Type in which gradients are sent; `grad` is that in which they are accumulated."""
     partition: Partition = "auto"
     """How state is cut: anywhere (`element`), or each parameter whole to one rank (`parameter`)."""
     units: Names | None = None
-    """Class names of the modules that are gathered and freed as a whole."""
+    """Class names of the modules that are gathered and freed as a whole (stage 3)."""
     prefetch: WholeFromZero = 1
-    """Units gathered ahead of the one that computes."""
+    """Units gathered ahead of the one that computes (stage 3)."""
 
 
 class TensorParallelConfigs(Section):
@@ -129,19 +132,19 @@ class AmpConfigs(Section):
         "custom_black_list": "custom_fp32",
     }
 
-    dtype: Dtype = "bfloat16"
+    dtype: AmpDtype = "bfloat16"
     """Type in which the model computes."""
     level: Annotated[Literal["O1", "O2"], BeforeValidator(one_of("O1", "O2"))] = "O1"
     """O1 casts in each operation; O2 keeps low-precision weights and fp32 masters."""
     custom_fp32: Names | None = None
     """Names or classes of the modules that compute in fp32."""
-    init_loss_scaling: PositiveOrInfinite = 65536.0
-    """First loss scale (float16)."""
+    init_loss_scaling: LossScale = 65536.0
+    """First loss scale (float16 only, as the three that follow; `train_batch`)."""
     growth_interval: Count = 2000
     """Steps without overflow after which the loss scale grows."""
-    growth_factor: PositiveOrInfinite = 2.0
+    growth_factor: GrowthFactor = 2.0
     """Factor by which it grows."""
-    backoff_factor: PositiveOrInfinite = 0.5
+    backoff_factor: BackoffFactor = 0.5
     """Factor by which it shrinks after an overflow."""
 
 
@@ -151,7 +154,7 @@ class RecomputeConfigs(Section):
     PATH: ClassVar[str] = "recompute_configs"
 
     units: Names | None = None
-    """Names or classes of the modules whose activations are recomputed."""
+    """Names or classes of the modules whose activations are recomputed; every repeated block if not given."""
     policy: Annotated[Literal["full", "selective"], BeforeValidator(one_of("full", "selective"))] = "full"
     """`full` keeps only the inputs; `selective` keeps the results of expensive operations as well."""
     preserve_rng: Boolean = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from hybrid.strategy.resolve import work_out
+from hybrid.strategy.resolve import amp_settings, recompute_settings, work_out
 from hybrid.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ def summary(strategy: DistributedStrategy) -> str:
         f"grad_dtype {value['grad_dtype']}",
         f"reduce_dtype {value['reduce_dtype']}",
         f"partition {value['partition']}",
+        *_stage_3(value),
+        f"amp {amp_settings(value) or 'off'}",
+        f"recompute {recompute_settings(value) or 'off'}",
         f"micro_batch_size {_open(value['micro_batch_size'])}",
         f"accumulate_steps {_open(value['accumulate_steps'])}",
         f"global_batch_size {_open(value['global_batch_size'])}",
@@ -44,6 +48,13 @@ def summary(strategy: DistributedStrategy) -> str:
     if result.problems:
         parts.append(f"{len(result.problems)} problem{'s' * (len(result.problems) > 1)} (see explain())")
     return "; ".join(parts)
+
+
+def _stage_3(value: Mapping[str, Any]) -> list[str]:
+    if value["zero_stage"] < 3:
+        return []
+    units = ", ".join(value["units"] or ("repeated blocks",))
+    return [f"units {units}", f"prefetch {value['prefetch']}"]
 
 
 def _open(value: object) -> object:

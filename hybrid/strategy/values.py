@@ -18,13 +18,16 @@ from pydantic import BeforeValidator, WithJsonSchema
 from hybrid.units import parse_bytes, parse_number
 
 __all__ = [
+    "AmpDtype",
+    "BackoffFactor",
     "Boolean",
     "ByteCount",
     "Count",
     "Degree",
-    "Dtype",
     "GradDtype",
     "GradReduce",
+    "GrowthFactor",
+    "LossScale",
     "Names",
     "Order",
     "Positive",
@@ -39,6 +42,7 @@ __all__ = [
 
 T = TypeVar("T")
 _MAX_SECONDS = 30 * 24 * 3600.0
+_MAX_LOSS_SCALE = 2.0**127  # of fp32, in which the scale is kept
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -106,14 +110,29 @@ def _read_degree(value: object) -> int:
     return number
 
 
-def positive(*, infinite: bool, maximum: float = math.inf) -> Callable[[object], float]:
+def positive(*, infinite: bool, maximum: float = math.inf, instead_of_zero: str) -> Callable[[object], float]:
+    """A reader of numbers above 0; `instead_of_zero` is the advice for whoever means "off" by 0."""
+
     def read(value: object) -> float:
         expected = "a number above 0" + ("" if infinite else f" and at most {maximum:g}" if maximum < math.inf else "")
         number = float(_read_number(value, expected=expected))
         if number <= 0:
-            hint = "; leave the setting out (None) to switch it off" if number == 0 else ""
+            hint = f"; {instead_of_zero}" if number == 0 else ""
             raise ValueError(f"expected {expected}, got {number:g}{hint}")
         if number > maximum or (math.isinf(number) and not infinite):
+            raise ValueError(f"expected {expected}, got {number:g}")
+        return number
+
+    return read
+
+
+def between(low: float, high: float = math.inf) -> Callable[[object], float]:
+    """A reader of numbers above `low` and below `high`, neither included."""
+
+    def read(value: object) -> float:
+        expected = f"a number above {low:g}" + (f" and below {high:g}" if high < math.inf else "")
+        number = float(_read_number(value, expected=expected))
+        if not low < number < high:
             raise ValueError(f"expected {expected}, got {number:g}")
         return number
 
@@ -134,6 +153,13 @@ def one_of(*choices: str, synonyms: dict[str, str] | None = None) -> Callable[[o
         raise ValueError(f"expected one of {listed}, got {_kind(value)}{hint}")
 
     return read
+
+
+def _read_amp_dtype(value: object) -> str:
+    word = one_of("bfloat16", "float16", synonyms={"float32": "float32", **_DTYPES})(value)
+    if word == "float32":
+        raise ValueError("float32 is no mixed precision; leave amp out, or name modules that keep it in custom_fp32")
+    return word
 
 
 def _read_bytes(value: object) -> int:
@@ -198,18 +224,37 @@ ByteCount = Annotated[
 ]
 Positive = Annotated[
     float,
-    BeforeValidator(positive(infinite=False, maximum=_MAX_SECONDS)),
+    BeforeValidator(
+        positive(
+            infinite=False,
+            maximum=_MAX_SECONDS,
+            instead_of_zero="waiting cannot be switched off or endless; leave the setting out for its default, or "
+            "give a long time, such as 86400 (a day)",
+        )
+    ),
     WithJsonSchema({"type": "number", "exclusiveMinimum": 0}),
 ]
 PositiveOrInfinite = Annotated[
     float,
-    BeforeValidator(positive(infinite=True)),
+    BeforeValidator(
+        positive(infinite=True, instead_of_zero="leave the setting out for its default (None, where that means off)")
+    ),
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "inf"}]}),
 ]
-Dtype = Annotated[
-    Literal["bfloat16", "float16", "float32"],
-    BeforeValidator(one_of("bfloat16", "float16", "float32", synonyms=_DTYPES)),
+LossScale = Annotated[
+    float,
+    BeforeValidator(between(0, _MAX_LOSS_SCALE)),
+    WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": _MAX_LOSS_SCALE}),
 ]
+GrowthFactor = Annotated[
+    float, BeforeValidator(between(1)), WithJsonSchema({"type": "number", "exclusiveMinimum": 1, "examples": [1.5, 3]})
+]
+BackoffFactor = Annotated[
+    float,
+    BeforeValidator(between(0, 1)),
+    WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1, "examples": [0.25]}),
+]
+AmpDtype = Annotated[Literal["bfloat16", "float16"], BeforeValidator(_read_amp_dtype)]
 GradDtype = Annotated[
     Literal["float32", "bfloat16", "float16", "param"],
     BeforeValidator(one_of("float32", "bfloat16", "float16", "param", synonyms=_DTYPES)),

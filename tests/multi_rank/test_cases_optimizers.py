@@ -123,7 +123,7 @@ def check_schedules() -> None:
     for number, name in enumerate(SCHEDULES):
         rates, weights = train_scheduled_plain(name)
         for built in ("before", "after"):
-            with variant(stage=number % 3, accumulate_steps=2) as strategy:
+            with variant(stage=number % 3) as strategy:
                 model = small()
                 optimizer = momentum_sgd(model.parameters())
                 scheduler = SCHEDULES[name](optimizer) if built == "before" else None

@@ -30,7 +30,6 @@ ACCESSES: dict[str, Callable[[Any, Any], Any]] = {
     "clip_grad_norm_ loop": lambda m, o: nn.utils.clip_grad_norm_(m.parameters(), 0.1, foreach=False),
     "clip_grad_value_": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 0.1),
     "get_total_norm": lambda m, o: nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None]),
-    "GradScaler.unscale_": lambda model, optimizer: _unscale(optimizer),
     "sum": lambda model, optimizer: model.mixing.grad.sum(),
     "scale in place": lambda model, optimizer: model.mixing.grad.mul_(0.5),
     "divide in place": lambda model, optimizer: model.mixing.grad.__itruediv__(2),
@@ -56,12 +55,6 @@ ACCESSES: dict[str, Callable[[Any, Any], Any]] = {
     "all_reduce": lambda model, optimizer: torch.distributed.all_reduce(model.mixing.grad),
     "save": lambda model, optimizer: pickle.dumps(model.mixing.grad),
 }
-
-
-def _unscale(optimizer: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(optimizer)
 
 
 def touch_gradients(zero_stage: int) -> dict[str, str]:

@@ -286,3 +286,32 @@ def graph_uses(job: Job) -> dict[str, Any]:
 def test_other_uses_of_the_graph() -> None:
     """`autograd.grad` accumulates nothing; a graph used twice and two graphs at once accumulate everything."""
     assert_as_plain(graph_uses)
+
+
+def scaled(job: Job, *, unscales: bool) -> dict[str, Any]:
+    """A plain loop with a plain `GradScaler`; in step 2 the last sample of the batch overflows."""
+    model, optimizer = job.build("blocks")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scales = []
+    for step in range(5):
+        inputs, labels = job.batch(step)
+        if step == 2 and job.rank == job.world_size - 1:
+            labels = torch.cat([labels[:-1], torch.full_like(labels[-1:], torch.inf)])
+        scaler.scale(torch.nn.functional.mse_loss(model(inputs), labels)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            if job.is_plain:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            else:
+                model.clip_grad_norm_(0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return {"weight": job.weights(model), "state": job.state(model, optimizer), "same": scales}
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_plain_grad_scaler(unscales: bool) -> None:
+    """Scaled losses, unscaled clips, growth, and a step that every rank skips because one of them overflowed."""
+    assert_as_plain(functools.partial(scaled, unscales=unscales))

@@ -55,7 +55,7 @@ def samples_of(schema: dict[str, Any]) -> list[Any]:
         case "integer":
             return [1, 3]
         case "number":
-            return [0.25, 3.0]
+            return list(schema.get("examples", [0.25, 3.0]))
         case "array":
             return [["Block", "Head"]]
         case "string":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,64 @@ def test_without_another_cause_the_first_that_waited_is_shown(tmp_path: Path) ->
     text = describe_failure(run)
     assert "rank 1: was ended" in text
     assert "rank 2 was the first to miss another rank:" in text
+
+
+def left(rank: int, *, at: float) -> RankStatus:
+    return RankStatus(rank=rank, pid=rank, exit_code=0, ended_at=at)
+
+
+def missed(run: RunFailure, *statuses: RankStatus) -> RunFailure:
+    return replace(run, statuses={**run.statuses, **{status.rank: status for status in statuses}})
+
+
+EARLY = "rank 1 had already ended with exit code 0: the script left the loop early there"
+
+
+@pytest.mark.parametrize(
+    ("message", "ended_at"),
+    [
+        pytest.param("not every rank entered it in time", 2.0, id="long-before"),
+        # `hybrid.shutdown()` closes the connections, and the script goes on to its end.
+        pytest.param("all_reduce failed after 0.0 s in wait: a rank is gone; look", 5.2, id="closing"),
+    ],
+)
+def test_rank_that_left_early_is_the_last_word(tmp_path: Path, message: str, ended_at: float) -> None:
+    """It has no error to show, and the error of the rank that waits says nothing of the reason."""
+    run = missed(
+        run_of(tmp_path, failures={0: failed(COLLECTIVE_ERROR, at=5.0, message=message)}), left(1, at=ended_at)
+    )
+    lines = describe_failure(run).splitlines()
+    assert "rank 0 was the first to miss another rank:" in lines
+    assert lines[-1].startswith(EARLY)
+
+
+def test_rank_that_left_early_and_was_ended_while_it_closed_down(tmp_path: Path) -> None:
+    """torchrun may catch it between the end of its script and that of its process."""
+    run = missed(
+        run_of(tmp_path, failures={0: failed(COLLECTIVE_ERROR, at=5.0)}, exit_codes={1: -signal.SIGTERM}),
+        left(1, at=4.9),
+    )
+    text = describe_failure(run)
+    assert text.splitlines()[-1].startswith(EARLY)
+    assert "was ended" not in text
+
+
+def test_several_ranks_that_left_early_are_named_together(tmp_path: Path) -> None:
+    run = missed(run_of(tmp_path, failures={2: failed(COLLECTIVE_ERROR, at=5.0)}), left(0, at=4.0), left(1, at=4.5))
+    assert describe_failure(run).splitlines()[-1].startswith("ranks 0, 1 had already ended with exit code 0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ended_at"),
+    [
+        pytest.param(COLLECTIVE_ERROR, 5.2, id="told-to-end"),  # it hung, and exits with 0 on SIGTERM
+        pytest.param("ValueError", 2.0, id="another-cause"),
+    ],
+)
+def test_rank_that_ended_well_is_not_blamed(tmp_path: Path, kind: str, ended_at: float) -> None:
+    message = "not every rank entered it in time"
+    run = missed(run_of(tmp_path, failures={0: failed(kind, at=5.0, message=message)}), left(1, at=ended_at))
+    assert "had already ended" not in describe_failure(run)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

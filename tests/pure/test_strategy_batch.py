@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.strategy import DistributedStrategy, GradientClipping
+from hybrid.strategy.resolved import AmpSettings, RecomputeSettings
 from tests.pure.strategy_cases import refused
 
 BATCH = ("micro_batch_size", "accumulate_steps", "global_batch_size")
@@ -74,6 +75,9 @@ def stage(number: int, **more: Any) -> dict[str, Any]:
     return {"sharding": True, "sharding_configs": {"stage": number, **more}}
 
 
+LOSS_SCALING = {"init_loss_scaling": 1024.0, "growth_interval": 100, "growth_factor": 4.0, "backoff_factor": 0.25}
+
+
 @pytest.mark.parametrize(
     ("given_settings", "words"),
     [
@@ -93,6 +97,20 @@ def stage(number: int, **more: Any) -> dict[str, Any]:
             {**stage(2, grad_reduce=4), "global_batch_size": 8, "micro_batch_size": 2},
             ["grad_reduce = 4", "accumulate_steps 2 (derived)"],
         ),
+        (stage(2, units=["Block"]), ["sharding_configs.units = ['Block'] does nothing at stage 2", "choose stage 3"]),
+        (stage(1, prefetch=0), ["sharding_configs.prefetch = 0 does nothing at stage 1", "choose stage 3"]),
+        (stage(3, overlap_param_gather=True), ["overlap_param_gather = True does nothing at stage 3", "prefetch"]),
+        *(
+            (
+                {"amp": True, "amp_configs": {key: value}},
+                [f"amp_configs.{key} = {value!r} does nothing", "dtype = 'bfloat16' (the default)", "'float16'"],
+            )
+            for key, value in LOSS_SCALING.items()
+        ),
+        (
+            {"amp": True, "amp_configs": {"use_pure_bf16": True, "incr_ratio": 4}},
+            ["amp_configs.incr_ratio = 4.0", "use_pure_bf16 = True (as amp_dtype: 'bfloat16')"],
+        ),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_refused_by_name(given_settings: dict[str, Any], words: list[str]) -> None:
@@ -106,6 +124,12 @@ def test_a_setting_that_would_do_nothing_is_refused_by_name(given_settings: dict
         stage(1, partition="parameter", overlap_param_gather=True, grad_dtype="param"),
         {**stage(2, grad_reduce=2, partition="element", reduce_dtype="float32"), "accumulate_steps": 4},
         stage(2, grad_reduce="last_micro_batch"),
+        stage(3, units=["Block"], prefetch=0, partition="parameter", overlap_param_gather=False),
+        {**stage(3, grad_reduce=2, shard_size=1, reduce_dtype="bf16"), "accumulate_steps": 2, "recompute": True},
+        {"amp": True, "amp_configs": {"dtype": "fp16", "custom_fp32": ["LayerNorm"], **LOSS_SCALING}},
+        {"amp": True, "amp_configs": {"level": "o2", "dtype": "bf16"}, **stage(3, grad_dtype="bfloat16")},
+        {"amp": True, "amp_configs": {"level": "O2", "dtype": "float16"}, **stage(2, grad_dtype="float16")},
+        {"recompute": True, "recompute_configs": {"units": ["h.0"], "policy": "selective", "preserve_rng": False}},
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -116,7 +140,8 @@ def test_what_makes_sense_is_accepted_on_one_process_and_on_several(
 
 
 @pytest.mark.parametrize(
-    ("number", "grad_reduce"), [(0, "last_micro_batch"), (1, "last_micro_batch"), (2, "every_micro_batch")]
+    ("number", "grad_reduce"),
+    [(0, "last_micro_batch"), (1, "last_micro_batch"), (2, "every_micro_batch"), (3, "every_micro_batch")],
 )
 def test_auto_reduction_follows_the_stage(number: int, grad_reduce: str) -> None:
     assert DistributedStrategy(stage(number, grad_reduce="auto")).resolve(2).grad_reduce == grad_reduce
@@ -125,13 +150,6 @@ def test_auto_reduction_follows_the_stage(number: int, grad_reduce: str) -> None
 @pytest.mark.parametrize(
     ("given_settings", "words"),
     [
-        (stage(3), ["sharding_configs.stage = 3", "stage 3"]),
-        (stage(2, units=["Block"]), ["sharding_configs.units"]),
-        (stage(2, prefetch=0), ["sharding_configs.prefetch"]),
-        (stage(2, reduce_dtype="bf16"), ["sharding_configs.reduce_dtype", "bfloat16"]),
-        (stage(2, grad_dtype="float16"), ["sharding_configs.grad_dtype", "float16"]),
-        ({"amp": True}, ["amp = True"]),
-        ({"recompute": True}, ["recompute = True"]),
         ({"tensor_parallel": True, "tensor_parallel_configs": {"degree": 2}}, ["degree = 2", "tensor parallel"]),
         ({"pipeline": True, "pipeline_configs": {"degree": 2}}, ["degree = 2", "pipeline parallel"]),
         ({"hybrid_configs": {"sep_degree": 2}}, ["sep_degree = 2", "context parallel"]),
@@ -141,6 +159,39 @@ def test_auto_reduction_follows_the_stage(number: int, grad_reduce: str) -> None
 def test_what_is_not_built_is_refused_with_that_word(given_settings: dict[str, Any], words: list[str]) -> None:
     """Protects against a setting that is accepted before anything acts on it."""
     refused(given_settings, 2, "not available yet", *words)
+
+
+def test_mixed_precision_and_recompute_arrive_as_given() -> None:
+    """Protects every field on its way to the runtime, under our names and Fleet's."""
+    amp = {"dtype": "half", "level": "O2", "custom_black_list": ["Norm"], "incr_every_n_steps": 3, "decr_ratio": 0.25}
+    resolved = DistributedStrategy(
+        amp=True, amp_configs=amp, recompute=True, recompute_configs={"units": ["Block"], "preserve_rng": False}
+    ).resolve(2)
+    assert resolved.amp == AmpSettings(
+        dtype="float16",
+        level="O2",
+        custom_fp32=("Norm",),
+        init_loss_scaling=65536.0,
+        growth_interval=3,
+        growth_factor=2.0,
+        backoff_factor=0.25,
+    )
+    assert resolved.recompute == RecomputeSettings(units=("Block",), policy="full", preserve_rng=False)
+    assert DistributedStrategy().resolve(2).amp is DistributedStrategy().resolve(2).recompute is None
+
+
+def test_gradients_of_bfloat16_do_not_fit_into_float16() -> None:
+    """Protects against gradients that become zero or infinite: nothing scales them into the smaller range."""
+    low = {"amp": True, "amp_configs": {"level": "O2"}}
+    refused({**stage(2, grad_dtype="float16"), **low}, 2, "grad_dtype = 'float16' with amp_configs.dtype = 'bfloat16'")
+    DistributedStrategy({**stage(2, grad_dtype="param"), **low}).resolve(2)
+
+
+def test_float16_on_the_wire_without_a_loss_scale_is_said() -> None:
+    sent = stage(1, reduce_dtype="float16")
+    assert any("below about 6e-8 become zero" in note for note in DistributedStrategy(sent).resolve(2).notes)
+    scaled = DistributedStrategy({**sent, "amp": True, "amp_configs": {"dtype": "float16"}}).resolve(2)
+    assert scaled.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def test_a_sharding_degree_in_hybrid_configs_switches_stage_1_on() -> None:
     assert (resolved.zero_stage, resolved.shard_size, resolved.data_parallel_size) == (1, 4, 8)
     assert any("hybrid_configs.sharding_degree = 4 switches sharding on" in note for note in resolved.notes)
     strategy.sharding = False
-    assert "sharding = False, but hybrid_configs.sharding_degree = 4" in strategy.problems(8)[0]
+    (problem,) = strategy.problems(8)
+    assert "sharding = False, but hybrid_configs.sharding_degree = 4" in problem
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,8 @@ def test_setting_one_key_keeps_the_others_of_the_section() -> None:
         ({"sharding": True, "sharding_configs": {"segment_broadcast_MB": 4}}, "bucket_bytes", 4 * 2**20),
         ({"hybrid_configs": {"sharding_configs": {"comm_overlap": False}}}, "overlap_comm", False),
         ({"gradient_scale_configs": {"scale_strategy": "sum"}}, "loss_reduction", "sum"),
+        ({"fp16_allreduce": True}, "reduce_dtype", "float16"),
+        ({"fp16_allreduce": False}, "reduce_dtype", "grad"),
         (
             {"hybrid_configs": {"sharding_degree": 2, "sharding_configs": {"split_param": True}}},
             "partition",
@@ -144,6 +147,42 @@ def test_mapped_fields_are_used_and_said(settings: dict[str, Any], name: str, va
     resolved = DistributedStrategy(settings).resolve(2)
     assert getattr(resolved, name) == value
     assert any(name in note for note in resolved.notes), resolved.notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "dtype"),
+    [
+        ({"use_pure_fp16": True}, "O2", "float16"),
+        ({"use_pure_bf16": "true", "use_pure_fp16": False}, "O2", "bfloat16"),
+        ({"use_pure_bf16": True, "level": "O2", "dtype": "bf16"}, "O2", "bfloat16"),
+        ({"use_pure_fp16": False}, "O1", "bfloat16"),
+    ],
+)
+def test_pure_precision_is_a_level_and_a_dtype(flags: dict[str, Any], level: str, dtype: str) -> None:
+    """Protects Fleet's O2 scripts; what they say is shown with its path."""
+    strategy = DistributedStrategy(amp=True, amp_configs=flags)
+    resolved = strategy.resolve(2)
+    assert resolved.amp is not None
+    assert (resolved.amp.level, resolved.amp.dtype) == (level, dtype)
+    assert all(f"amp_configs.{flag}" in strategy.explain(2) for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("configs", "words"),
+    [
+        ({"use_pure_fp16": True, "level": "O1"}, ["level = 'O1'", "use_pure_fp16 = True (as amp_level: 'O2')"]),
+        (
+            {"use_pure_fp16": True, "dtype": "bf16"},
+            ["dtype = 'bfloat16'", "use_pure_fp16 = True (as amp_dtype: 'float16')"],
+        ),
+        (
+            {"use_pure_fp16": True, "use_pure_bf16": True},
+            ["use_pure_fp16 = True (as amp_dtype", "use_pure_bf16 = True"],
+        ),
+    ],
+)
+def test_pure_precision_must_agree_with_level_and_dtype(configs: dict[str, Any], words: list[str]) -> None:
+    refused({"amp": True, "amp_configs": configs}, 2, *words)
 
 
 def test_what_always_happens_here_is_accepted_with_a_note() -> None:
@@ -171,7 +210,6 @@ def test_refused_fields_say_why_and_their_off_values_pass(path: str, off: tuple[
         ({"lars": "true"}, "distributed_optimizer"),
         ({"dgc": True}, "gradient accumulation"),
         ({"localsgd": True}, "accumulate_steps"),
-        ({"fp16_allreduce": True}, "reduce_dtype"),
         ({"sync_batch_norm": True}, "convert_sync_batchnorm"),
         ({"hybrid_configs": {"ep_degree": 2}}, "not available yet"),
         ({"sharding_configs": {"offload": True}}, "not available yet"),

@@ -78,7 +78,44 @@ def test_repr_shows_the_whole_plan() -> None:
     for words in ("'stage': 2", "'order': ['pp', 'dp', 'sharding', 'mp']", "zero_stage 2", "bucket 16 MiB", "timeout"):
         assert words in text
     assert max(map(len, text.splitlines())) < 140
-    assert "1 problem (see explain())" in repr(DistributedStrategy(amp=True))
+    broken = repr(DistributedStrategy(gradient_merge=True))
+    assert "1 problem (see explain())" in " ".join(broken.replace("# ", "").split())
+
+
+def test_mixed_precision_recompute_and_stage_3_show_everywhere() -> None:
+    """Protects against a plan that is printed without what changes the numbers and the memory most."""
+    strategy = DistributedStrategy(
+        sharding=True,
+        sharding_configs={"stage": 3, "units": ["Block"], "prefetch": 2},
+        amp=True,
+        amp_configs={"dtype": "fp16", "level": "O2", "custom_fp32": ["LayerNorm"]},
+        recompute=True,
+        recompute_configs={"policy": "selective", "preserve_rng": False},
+    )
+    amp = "float16 O2, LayerNorm in float32, loss scale from 65536"
+    recompute = "selective, every block, with other random numbers"
+    plan = " ".join(repr(strategy).split("# ", maxsplit=1)[1].replace("# ", "").split())
+    for words in (f"amp {amp}", f"recompute {recompute}", "units Block", "prefetch 2"):
+        assert words in plan
+    described = strategy.resolve(4).describe()
+    for words in (f"{amp}; recompute {recompute}", "parameters gathered by unit (Block), 2 ahead"):
+        assert words in described
+    lines = [" ".join(line.split()) for line in strategy.explain(4).splitlines()]
+    for line in (
+        "amp on user: amp",
+        "amp_level O2 user: amp_configs.level",
+        "amp_init_loss_scaling 65536 default",
+        "recompute_units as units of sharding default",
+        "recompute_preserve_rng false user: recompute_configs.preserve_rng",
+        "overlap_param_gather not used at stage 3 default",
+        "prefetch 2 user: sharding_configs.prefetch",
+    ):
+        assert line in lines
+    bfloat16 = [" ".join(line.split()) for line in DistributedStrategy(amp=True, recompute=True).explain().splitlines()]
+    assert "amp_init_loss_scaling not used with bfloat16 default" in bfloat16
+    assert "recompute_units repeated blocks of the model default" in bfloat16
+    off = repr(DistributedStrategy())
+    assert "amp off; recompute off" in " ".join(off.replace("# ", "").split())
 
 
 def test_explain_lists_values_with_their_origin() -> None:
@@ -142,10 +179,39 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
     } in told["settings"]
 
 
+@pytest.mark.parametrize("columns", [80, 50])
+def test_the_command_keeps_paths_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """A path that is broken over two lines can be neither searched for nor copied."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path = tmp_path / "plan.yaml"
+    settings = {
+        **SETTINGS,
+        "hybrid_configs": {
+            "sharding_degree": 4,
+            "dp_degree": 2,
+            "order": "pp,dp,sharding,mp",
+            "sharding_configs": {"comm_overlap": False},
+        },
+    }
+    DistributedStrategy(settings).save(path)
+    result = run(str(path), "-n", "8")
+    assert result.exit_code == 0, result.output
+    words = set(result.output.split())
+    for word in (
+        "sharding_configs.shard_size",
+        "hybrid_configs.sharding_degree",
+        "gradient_clipping.max_norm",
+        "hybrid_configs.sharding_configs.comm_overlap",
+    ):
+        assert word in words
+    if columns == 80:
+        assert max(map(len, result.output.splitlines())) <= 80
+
+
 def test_the_command_lists_all_problems_with_exit_code_2(tmp_path: Path) -> None:
     """Protects people from a traceback, and scripts from a zero exit code."""
     path = tmp_path / "plan.yaml"
-    DistributedStrategy(sharding=True, sharding_configs={"shard_size": 3}, amp=True).save(path)
+    DistributedStrategy(sharding=True, sharding_configs={"shard_size": 3}, gradient_merge=True).save(path)
     result = run(str(path), "-n", "8")
     assert result.exit_code == 2
     assert "2 problems" in result.stderr

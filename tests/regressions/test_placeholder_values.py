@@ -13,6 +13,10 @@ from hybrid.errors import GradientAccessError
 from hybrid.sharding.gradient_handle import GradientHandle
 
 
+def handle_of(parameter: nn.Parameter, fqn: str) -> GradientHandle:
+    return GradientHandle.of(parameter, fqn=fqn, held_dtype=parameter.dtype, unscaler=lambda *_: None)
+
+
 def copied(gradient: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -39,7 +43,7 @@ def test_what_slips_past_the_placeholder_is_not_a_number(name: str) -> None:
     parameter had not been used. They should raise, or carry NaN.
     """
     parameter = nn.Parameter(torch.ones(3, 4))
-    handle = GradientHandle.of(parameter, fqn="weight")
+    handle = handle_of(parameter, "weight")
     try:
         value = LEAKS[name](handle)
     except GradientAccessError:
@@ -50,5 +54,5 @@ def test_what_slips_past_the_placeholder_is_not_a_number(name: str) -> None:
 def test_a_placeholder_can_be_formatted() -> None:
     """`print(p.grad)` told where the gradient is, and `f"{p.grad}"` raised."""
     parameter = nn.Parameter(torch.ones(3, 4))
-    handle = GradientHandle.of(parameter, fqn="layer.weight")
+    handle = handle_of(parameter, "layer.weight")
     assert "layer.weight" in f"{handle}"

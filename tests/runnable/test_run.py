@@ -85,6 +85,14 @@ sys.exit(0)
             "--rdzv-endpoint a:1 given with --node-rank",
             id="two-ways",
         ),
+        pytest.param(
+            ["--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--rdzv-id", "x", "job.py"],
+            "--rdzv-id x given without --rdzv-endpoint",
+            id="id-alone",
+        ),
+        pytest.param(
+            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--rdzv-id", "", "job.py"], "--rdzv-id is empty", id="no-id"
+        ),
     ],
 )
 def test_refused_before_any_process_starts(tmp_path: Path, arguments: list[str], expected: str) -> None:
@@ -205,8 +213,65 @@ optimizer.step()
     assert "rank 1: was ended at job.py:5 in stuck" in done.stderr
     last = done.stderr.partition("rank 0 was the first to miss another rank:\n")[2]
     assert 'File "job.py", line 10, in <module>' in last
+    # One traceback, from the user's line to one error; what gloo said is in its message.
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert last.count("CollectiveError: ") == 1
     assert "CollectiveError: rank 0:" in last
+    assert "PeerError" not in last
+    assert "direct cause" not in last
+    assert "with rank 1: Timed out waiting" in last
     assert "The last collectives of rank 0" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", [False, True])
+def test_rank_that_leaves_its_loop_early_is_named(tmp_path: Path, closes: bool) -> None:
+    """It ends well, so there is no error of its own; the others can only say that it is gone."""
+    write(tmp_path, "strategy.yaml", "sharding: true\nsharding_configs: {stage: 1}\ntimeout_seconds: 20\n")
+    write(
+        tmp_path,
+        "job.py",
+        f"""
+import torch, hybrid
+model = hybrid.distributed_model(torch.nn.Linear(4, 4))
+optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3 - hybrid.get_mesh().rank):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+if {closes}:
+    hybrid.shutdown()
+""",
+    )
+    done = hybrid("run", "--nproc", "2", "--strategy", "strategy.yaml", "job.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "rank 0 was the first to miss another rank:\n" in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("rank 1 had already ended with exit code 0: the script left the loop early there")
+
+
+@pytest.mark.slow
+def test_process_group_that_is_left_open_ends_quietly(tmp_path: Path) -> None:
+    """Scripts without `hybrid.shutdown()`: neither a warning nor a wait at the end, whoever comes last."""
+    write(
+        tmp_path,
+        "job.py",
+        """
+import time
+import torch, hybrid
+model = hybrid.distributed_model(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+time.sleep(hybrid.get_mesh().rank)
+print("end", time.time())
+""",
+    )
+    done = hybrid("run", "--nproc", "2", "job.py", cwd=tmp_path)
+    ended = time.time()
+    assert (done.returncode, done.stderr) == (0, "")
+    log_dir = log_dir_of(tmp_path)
+    assert [(log_dir / f"rank{rank}.stderr").read_text(encoding="utf-8") for rank in range(2)] == ["", ""]
+    last = float((log_dir / "rank1.stdout").read_text(encoding="utf-8").split()[1])
+    assert ended - last < 20  # far above a busy machine, far below any timeout of torch
 
 
 @pytest.mark.parametrize("receiver", ["group", "launcher"])

@@ -230,9 +230,9 @@ def test_replaced_memory_is_noticed_by_name() -> None:
     """Protects against `.to()` or `.data =` after wrapping, which would leave the engine with the old memory."""
     parameters = {"a": nn.Parameter(numbered(3)), "b": nn.Parameter(numbered(4))}
     bucket = bucket_of(parameters)
-    assert bucket.moved() is None
+    assert bucket.moved(bucket.fqns) is None
     parameters["b"].data = numbered(4)
-    assert bucket.moved() == "b"
+    assert bucket.moved(bucket.fqns) == "b"
 
 
 def test_bytes_are_those_of_the_buffers_that_are_alive() -> None:

@@ -19,20 +19,22 @@ from hybrid.sharding.gradient_handle import GradientHandle
 FQN = "blocks.3.mlp.weight"
 
 
+def no_unscaler(*_: Any) -> None:
+    raise AssertionError("no loss scaler is at work here")
+
+
+def handle_of(parameter: nn.Parameter, fqn: str = FQN, unscaler: Any = no_unscaler) -> GradientHandle:
+    return GradientHandle.of(parameter, fqn=fqn, held_dtype=parameter.dtype, unscaler=unscaler)
+
+
 def parameter_with_handle(dtype: torch.dtype = torch.float32) -> nn.Parameter:
     parameter = nn.Parameter(torch.ones(3, 4, dtype=dtype))
-    parameter.grad = GradientHandle.of(parameter, fqn=FQN)
+    parameter.grad = handle_of(parameter)
     return parameter
 
 
 def plain() -> torch.Tensor:
     return torch.zeros(3, 4)
-
-
-def scaler_with_scale() -> torch.amp.GradScaler:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    return scaler
 
 
 Use = Callable[[nn.Parameter, Any], Any]
@@ -102,9 +104,6 @@ HELPERS: dict[str, Use] = {
     "clip_grad_value_ no foreach": lambda p, g: nn.utils.clip_grad_value_([p], 1.0, foreach=False),
     "get_total_norm": lambda p, g: nn.utils.get_total_norm([g]),
     "clip_grads_with_norm_": lambda p, g: nn.utils.clip_grads_with_norm_([p], 1.0, torch.tensor(3.0)),
-    "GradScaler.unscale_": lambda p, g: scaler_with_scale().unscale_(torch.optim.SGD([p], lr=0.1)),
-    "GradScaler.step": lambda p, g: scaler_with_scale().step(torch.optim.SGD([p], lr=0.1)),
-    "GradScaler.step fused": lambda p, g: scaler_with_scale().step(torch.optim.AdamW([p], fused=True)),
     "SGD": lambda p, g: torch.optim.SGD([p], lr=0.1).step(),
     "SGD foreach": lambda p, g: torch.optim.SGD([p], lr=0.1, foreach=True).step(),
     "SGD fused": lambda p, g: torch.optim.SGD([p], lr=0.1, fused=True).step(),
@@ -132,7 +131,7 @@ def test_every_use_of_the_values_raises_with_the_name_and_the_way(name: str) -> 
 def test_the_first_of_several_gradients_is_named() -> None:
     """Protects the message where a helper gets all gradients at once, nested as it likes."""
     parameters = {f"layer.{place}": nn.Parameter(torch.ones(2)) for place in range(3)}
-    handles = [GradientHandle.of(parameter, fqn=fqn) for fqn, parameter in parameters.items()]
+    handles = [handle_of(parameter, fqn) for fqn, parameter in parameters.items()]
     with pytest.raises(GradientAccessError, match=r"layer\.0"):
         torch._foreach_norm(handles)
     with pytest.raises(GradientAccessError, match=r"layer\.2"):
@@ -153,6 +152,10 @@ METADATA: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch.numel": torch.numel,
     "len": len,
     "element_size": lambda t: t.element_size(),
+    "itemsize": lambda t: t.itemsize,
+    "nbytes": lambda t: t.nbytes,
+    "storage_offset": lambda t: t.storage_offset(),
+    "get_device": lambda t: t.get_device(),
     "is_sparse": lambda t: t.is_sparse,
     "is_cuda": lambda t: t.is_cuda,
     "is_cpu": lambda t: t.is_cpu,
@@ -176,10 +179,39 @@ def test_metadata_is_that_of_a_real_gradient(name: str, dtype: torch.dtype) -> N
     assert METADATA[name](parameter.grad) == METADATA[name](real)
 
 
+def test_the_dtype_is_that_of_the_gradient_that_is_held() -> None:
+    """Protects loss scalers, which group gradients by dtype: an fp32 gradient of a bf16 weight is an fp32 one."""
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    handle = GradientHandle.of(parameter, fqn=FQN, held_dtype=torch.float32, unscaler=no_unscaler)
+    assert handle.dtype == torch.float32
+
+
+def test_a_loss_scaler_reaches_the_gradients_by_name() -> None:
+    """Protects GradScaler: its unscaling goes to the gradients where they are, all of them in one call."""
+    asked: list[tuple[list[str], float]] = []
+
+    def unscaler(fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        asked.append((fqns, inverse_scale.item()))
+        found_inf.fill_(1.0)
+
+    parameters = [nn.Parameter(torch.ones(size)) for size in (2, 3)]
+    for place, parameter in enumerate(parameters):
+        parameter.grad = handle_of(parameter, f"layer.{place}", unscaler)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    assert asked == [(["layer.0", "layer.1"], 0.125)]
+    # It found an overflow, so the step is left out.
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
 def test_a_handle_has_a_gradients_place_and_no_memory() -> None:
     """Protects the memory of stage 2: one element stands for the whole shape."""
     parameter = nn.Parameter(torch.ones(1000, 1000))
-    handle = GradientHandle.of(parameter, fqn=FQN)
+    handle = handle_of(parameter)
     parameter.grad = handle
     assert parameter.grad is handle
     assert isinstance(parameter.grad, torch.Tensor)
@@ -206,7 +238,7 @@ def test_printing_says_where_the_gradient_is() -> None:
 def test_a_copied_parameter_has_no_gradient() -> None:
     """Protects deepcopy of a layer (moving averages): the copy is a parameter without a gradient."""
     module = nn.Linear(4, 3)
-    module.weight.grad = GradientHandle.of(module.weight, fqn=FQN)
+    module.weight.grad = handle_of(module.weight)
     copied = copy.deepcopy(module)
     assert copied.weight.grad is None
     assert torch.equal(copied.weight, module.weight)
@@ -216,7 +248,7 @@ def test_a_copied_parameter_has_no_gradient() -> None:
 def test_a_handle_is_taken_away_like_a_gradient(zero: str) -> None:
     """Protects zero_grad in all its spellings."""
     module = nn.Linear(4, 3)
-    module.weight.grad = GradientHandle.of(module.weight, fqn=FQN)
+    module.weight.grad = handle_of(module.weight)
     if zero == "module":
         module.zero_grad()
     elif zero == "optimizer":
@@ -229,7 +261,7 @@ def test_a_handle_is_taken_away_like_a_gradient(zero: str) -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 3, 4)])
 def test_handles_exist_for_every_shape(shape: tuple[int, ...]) -> None:
     """Protects scalars and empty parameters."""
-    handle = GradientHandle.of(nn.Parameter(torch.ones(shape)), fqn=FQN)
+    handle = handle_of(nn.Parameter(torch.ones(shape)))
     assert tuple(handle.shape) == shape
     with pytest.raises(GradientAccessError):
         handle.sum()

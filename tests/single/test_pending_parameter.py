@@ -16,9 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybrid.contracts.partition import partition_bucket
+from hybrid.sharding import absence
 from hybrid.sharding import gather as gather_module
+from hybrid.sharding.absence import AbsentParameter
 from hybrid.sharding.bucket import Bucket, BucketKey
-from hybrid.sharding.gather import ParameterGather, PendingParameter
+from hybrid.sharding.gather import ParameterGather
 
 OLD, NEW = 1.0, 2.0
 
@@ -148,6 +150,8 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "pickle": lambda p: pickle.loads(pickle.dumps(p)),
     "torch.save": loaded,
     "copy": lambda p: copy.copy(p) * 1,
+    "deepcopy": lambda p: copy.deepcopy(p) * 1,
+    "deepcopy of its module": lambda p: copy.deepcopy(layer(p))(inputs()) / 4,
     "text": lambda p: torch.tensor(float(str(p.data[0, 0].item()))),
     "where": lambda p: torch.where(p > 0, p, p),
     "lerp towards it": lambda p: torch.full((3, 4), 2 * NEW - OLD).lerp(p, 1.0),
@@ -220,12 +224,12 @@ def test_metadata_does_not_wait(world: World, name: str) -> None:
 def test_after_the_wait_it_is_an_ordinary_parameter_again(world: World) -> None:
     """Protects speed and `type(p)`: nothing is left of the pending class once the value is there."""
     (parameter,) = world.parameters[0]
-    assert type(parameter) is PendingParameter
+    assert type(parameter) is AbsentParameter
     assert (parameter * 1).tolist() == [[NEW] * 4] * 3
     assert type(parameter) is nn.Parameter
     assert type(parameter * 1) is torch.Tensor
     assert world.waited == [0]
-    assert not gather_module._waiters
+    assert not absence._keepers
 
 
 def test_gradients_flow_through_a_parameter_that_was_pending(world: World) -> None:
@@ -243,7 +247,7 @@ def test_a_wait_brings_its_bucket_and_those_sent_before_it(monkeypatch: pytest.M
     # Sent in forward order, which is the reverse of the launch order of gradients: buckets 2, 1, 0.
     assert (world.parameters[1][0] * 1).tolist() == [NEW] * 3
     assert world.waited == [2, 1]
-    assert type(world.parameters[0][0]) is PendingParameter
+    assert type(world.parameters[0][0]) is AbsentParameter
     assert type(world.parameters[2][0]) is nn.Parameter
     world.gather.finish()
     assert world.waited == [2, 1, 0]
@@ -291,7 +295,7 @@ def test_a_subclass_of_parameter_keeps_its_class_and_is_waited_for_at_once(monke
     assert world.waited == [2, 1]
     assert type(marked) is Marked
     assert marked.tolist() == [NEW] * 2
-    assert type(world.parameters[0][0]) is PendingParameter
+    assert type(world.parameters[0][0]) is AbsentParameter
     world.gather.finish()
 
 
