@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +15,12 @@ from rich.table import Table
 
 from hybrid.errors import StrategyError
 from hybrid.strategy import DistributedStrategy
-from hybrid.strategy.explain import Explanation, explanation
+from hybrid.strategy.explain import Explanation, Row, explanation
 
 __all__ = ["explain"]
 
-MIN_VALUE_WIDTH = 12
+FLEET = "Fleet's fields"  # the section of this name
+MIN_VALUE_WIDTH = 8
 GAPS_WIDTH = 4  # between three columns
 
 
@@ -81,37 +83,31 @@ def _print_problems(error: StrategyError, *, json_output: bool) -> None:
         console.print(f"  {number}. {escape(problem)}")
 
 
-def _value_width(told: Explanation, width: int) -> int | None:
+def _value_width(rows: Sequence[Row], width: int) -> int | None:
     """What the columns of settings and origins leave to the values on a line; None if that is too little.
 
     No word of those two is broken: the paths of settings are in them, to be read, copied and searched for.
     """
-    settings = max(cell_len(row.setting) + 2 for row in told.rows)
-    origins = max(cell_len(word) for row in told.rows for word in row.origin.split())
-    values = max(cell_len(row.value) for row in told.rows)
+    settings = max(cell_len(row.setting) + 2 for row in rows)
+    origins = max(cell_len(word) for row in rows for word in row.origin.split())
+    values = max(cell_len(row.value) for row in rows)
     left = width - settings - origins - GAPS_WIDTH
     return min(values, left) if left >= min(values, MIN_VALUE_WIDTH) else None
 
 
 def _print_tables(told: Explanation) -> None:
     console = Console(highlight=False)
-    value_width = _value_width(told, console.width)
-    if value_width is None:
+    # Fleet's fields have long paths for names: a table of their own leaves the other one its room.
+    parts = [[row for row in told.rows if (row.section == FLEET) is is_fleet] for is_fleet in (False, True)]
+    tables = [(rows, _value_width(rows, console.width)) for rows in parts if rows]
+    if any(width is None for _, width in tables):
         typer.echo(told.to_text())
         return
     where = "any number of processes" if told.world_size is None else f"{told.world_size} processes"
-    table = Table(title=f"Strategy on {where}", title_justify="left", box=None, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", style="bold", overflow="fold", width=value_width)
-    table.add_column("origin", overflow="fold")
-    section = ""
-    for row in told.rows:
-        if row.section != section:
-            section = row.section
-            table.add_row(f"[cyan]{escape(section)}[/]", "", "")
-        color = {"user": "green", "derived": "yellow"}.get(row.origin.split(":")[0], "dim")
-        table.add_row(f"  {escape(row.setting)}", escape(row.value), f"[{color}]{escape(row.origin)}[/]")
-    console.print(table)
+    title: str | None = f"Strategy on {where}"
+    for rows, value_width in tables:
+        console.print(_table(rows, title=title, value_width=value_width))
+        title = None
     if told.groups:
         groups = Table(title="\nRank groups", title_justify="left", box=None, pad_edge=False, show_header=False)
         groups.add_column("axis", no_wrap=True)
@@ -123,3 +119,19 @@ def _print_tables(told: Explanation) -> None:
         console.print(f"note: {escape(note)}", soft_wrap=True)
     if told.world_size is None:
         console.print("Give --world-size to see degrees, rank groups and batch sizes.", soft_wrap=True)
+
+
+def _table(rows: Sequence[Row], *, title: str | None, value_width: int | None) -> Table:
+    """Rows under their sections; only the first table, the one with a title, has heads."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=title is not None)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", style="bold", overflow="fold", width=value_width)
+    table.add_column("origin", overflow="fold")
+    section = ""
+    for row in rows:
+        if row.section != section:
+            section = row.section
+            table.add_row(f"[cyan]{escape(section)}[/]", "", "")
+        color = {"user": "green", "derived": "yellow"}.get(row.origin.split(":")[0], "dim")
+        table.add_row(f"  {escape(row.setting)}", escape(row.value), f"[{color}]{escape(row.origin)}[/]")
+    return table

@@ -65,7 +65,8 @@ class Handle:
                 failure = collective_error(call, error, waited_seconds=time.monotonic() - started)
                 call.end(CallState.FAILED)
                 # Our own errors are in the message as they are; one traceback then shows the user's line.
-                raise failure from None if isinstance(error, PeerError | CollectiveError) else error
+                cause = None if isinstance(error, PeerError | CollectiveError) else error
+                raise failure from cause
             call.end(CallState.FAILED)
             raise
         finally:

@@ -161,8 +161,8 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     ),
     "no optimizer": (lambda m, o: m.train_batch(torch.ones(2, 15)), ("hybrid.distributed_optimizer", "step=False")),
     "scaler": (
-        lambda m, o: m.train_batch(torch.ones(2, 15), o, scaler=torch.amp.GradScaler("cpu")),
-        ("scaler", "not available yet"),
+        lambda m, o: (m.zero_grad(), m.train_batch(torch.ones(2, 15), o, scaler=1.0)),
+        ("torch.amp.GradScaler", "float"),
     ),
     "gradient by hand": (
         lambda m, o: setattr(m.mixing, "grad", torch.ones_like(m.mixing)),

@@ -153,8 +153,8 @@ APP = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 APP.command()(explain)
 
 
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(APP, list(arguments), env={"COLUMNS": "200"})
+def run(*arguments: str, columns: int = 200) -> Any:
+    return CliRunner().invoke(APP, list(arguments), env={"COLUMNS": str(columns)})
 
 
 def test_the_command_prints_tables(tmp_path: Path) -> None:
@@ -180,9 +180,8 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 50])
-def test_the_command_keeps_paths_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_the_command_keeps_paths_whole(tmp_path: Path, columns: int) -> None:
     """A path that is broken over two lines can be neither searched for nor copied."""
-    monkeypatch.setenv("COLUMNS", str(columns))
     path = tmp_path / "plan.yaml"
     settings = {
         **SETTINGS,
@@ -194,7 +193,7 @@ def test_the_command_keeps_paths_whole(tmp_path: Path, monkeypatch: pytest.Monke
         },
     }
     DistributedStrategy(settings).save(path)
-    result = run(str(path), "-n", "8")
+    result = run(str(path), "-n", "8", columns=columns)
     assert result.exit_code == 0, result.output
     words = set(result.output.split())
     for word in (
