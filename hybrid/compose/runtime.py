@@ -53,6 +53,9 @@ class Runtime:
         # and those of which the settled gradients are the mean already, if somebody looked in between.
         self.accumulated_weight: torch.Tensor | None = None
         self._settled_weight: float | None = None
+        # Whether other ranks may have gradients that are not settled, even if this one has none. Set where all ranks
+        # pass alike (train_batch, step, zero_grad), cleared by a settlement: so all decide alike without asking.
+        self.may_have_new = True
         self._stepped_at: dict[int, int] = {}
         self._unscaled_at = -1
         self.scaler = _make_scaler(strategy, mesh)
@@ -130,7 +133,9 @@ class Runtime:
         """Whether gradients came since the last settlement, or `shards` already stepped on that one."""
         reducer = self.engine.reducer
         fresh = reducer.is_open or reducer.has_unreduced() or reducer.rounds_since_settlement > 0
-        return fresh or (shards is not None and self._stepped_at.get(id(shards), 0) == self.engine.settlements)
+        if shards is None:
+            return fresh or self.may_have_new
+        return fresh or self._stepped_at.get(id(shards), 0) == self.engine.settlements
 
     def synchronise(
         self, *, norm_type: float | None = None, shards: OptimizerShards | None = None
@@ -145,6 +150,7 @@ class Runtime:
         if self.needs_settlement(shards):
             self.engine.reduce_all()
             self._settle()
+            self.may_have_new = False
         elif norm_type is None:
             return None
         return grad_norm.agree(self.engine, world=self.mesh.world, norm_type=norm_type)
@@ -202,6 +208,7 @@ class Runtime:
 
     def mark_stepped(self, shards: OptimizerShards) -> None:
         self._stepped_at[id(shards)] = self.engine.settlements
+        self.may_have_new = True
 
     # -- accumulation ----------------------------------------------------------------------------------
 
@@ -219,6 +226,7 @@ class Runtime:
 
     def zero_grad(self, parameters: list[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         self.engine.zero_grad(parameters, set_to_none=set_to_none)
+        self.may_have_new = True
         if not self.has_gradients():
             self.accumulated_weight = self._settled_weight = None
             self.engine.reducer.saw_plain_backward = False

@@ -91,6 +91,7 @@ def train_batch(
     totals_handle: ops.Handle | None = None
     last = len(micro_batches) - 1
     reducer.defer_end = True
+    runtime.may_have_new = True
     try:
         for index, micro_batch in enumerate(micro_batches):
             reduce_now = _reduces_after(strategy.grad_reduce, index=index, last=last, step=step)
