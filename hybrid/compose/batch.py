@@ -1,12 +1,13 @@
 """One rank's batch: how many samples it has, and how it is cut into micro-batches.
 
-A batch is a tree of dicts, lists and tuples. Every tensor with at least one dim has the samples on dim 0;
-numbers, strings, None and 0-d tensors go unchanged into every micro-batch.
+A batch is a tree of dicts, lists and tuples. Every tensor with at least one dim has the samples on dim 0, and so
+has a list of as many texts; numbers, strings, None and 0-d tensors go unchanged into every micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ import torch
 from hybrid.errors import BatchError
 
 __all__ = ["num_samples", "num_tokens", "split_batch"]
+
+
+# What means the same in every micro-batch, and goes there as it is.
+_SHARED = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
@@ -28,17 +33,27 @@ def _leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, torch.Tensor
             yield from _leaves(value, f"{path}[{position}]")
 
 
-def _map(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _cut(batch: Any, start: int, end: int, total: int, path: str = "batch") -> Any:
+    """Samples `[start, end)` of `total`, in the same containers."""
     if isinstance(batch, torch.Tensor):
-        return function(batch) if batch.dim() > 0 else batch
+        return batch[start:end] if batch.dim() > 0 else batch
     if isinstance(batch, Mapping):
-        mapped = {key: _map(value, function) for key, value in batch.items()}
-        return mapped if type(batch) is dict else type(batch)(mapped)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map(value, function) for value in batch))
+        # A mapping may be of a class with a constructor of its own: copy it, then replace the values.
+        cut = copy.copy(batch)
+        for key, value in batch.items():
+            cut[key] = _cut(value, start, end, total, f"{path}[{key!r}]")  # type: ignore[index]
+        return cut
     if isinstance(batch, list | tuple):
-        return type(batch)(_map(value, function) for value in batch)
-    return batch
+        if len(batch) == total and all(isinstance(value, str | bytes) for value in batch):
+            return batch[start:end]  # one text per sample
+        pieces = [_cut(value, start, end, total, f"{path}[{place}]") for place, value in enumerate(batch)]
+        return type(batch)(*pieces) if hasattr(batch, "_fields") else type(batch)(pieces)
+    if isinstance(batch, _SHARED):
+        return batch
+    raise BatchError(
+        f"{path} is a {type(batch).__name__}: it cannot be cut into micro-batches; use tensors in dicts, lists or tuples, "
+        "or accumulate_steps=1"
+    )
 
 
 def num_samples(batch: Any) -> int:
@@ -51,7 +66,7 @@ def num_samples(batch: Any) -> int:
     if not sizes:
         raise BatchError(
             f"the batch of type {type(batch).__name__} has no tensor with samples on dim 0; give tensors in dicts, "
-            "lists or tuples, or pass a loss function that returns (sum, count)"
+            "lists or tuples: they tell how many samples a batch has"
         )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path} has {size}" for path, size in sizes.items())
@@ -88,8 +103,7 @@ def split_batch(batch: Any, *, accumulate_steps: int, micro_batch_size: int | No
         ends = [min(total, micro_batch_size * (step + 1)) for step in range(accumulate_steps)]
     else:
         ends = [total * (step + 1) // accumulate_steps for step in range(accumulate_steps)]
+    if accumulate_steps == 1:
+        return [batch]
     starts = [0, *ends[:-1]]
-    return [
-        _map(batch, lambda tensor, start=start, end=end: tensor[start:end])  # type: ignore[misc]
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    return [_cut(batch, start, end, total) for start, end in zip(starts, ends, strict=True)]

@@ -12,6 +12,7 @@ import math
 import torch
 
 from hybrid.collectives import ops
+from hybrid.errors import CollectiveError, StrategyError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
 
@@ -34,17 +35,28 @@ def agree(engine: ShardingEngine, *, world: ops.Group, norm_type: float | None) 
     Returns:
         The norm as a 0-d fp64 tensor, equal on all ranks, or None.
     """
+    if norm_type is not None and not norm_type > 0:
+        raise StrategyError(f"norm_type = {norm_type:g}: the order of a norm is a number above 0, or infinity")
     flags = engine.has_gradient_flags()
     device = engine.device
     power = 0.0 if norm_type is None or math.isinf(norm_type) else None
-    message = torch.zeros(1 + len(flags), dtype=torch.float64)
-    message[1:] = torch.tensor(flags, dtype=torch.float64)
+    # The order asked for goes along, with its square: ranks that ask for different things would get wrong sums.
+    order = 0.0 if norm_type is None else min(norm_type, 1e6)
+    message = torch.zeros(3 + len(flags), dtype=torch.float64)
+    message[1], message[2] = order, order * order
+    message[3:] = torch.tensor(flags, dtype=torch.float64)
     message = message.to(device)
     if power is None:
         assert norm_type is not None
         message[0] = _power_sum(engine, norm_type)
     ops.all_reduce(message, group=world, control=True).wait()
-    engine.set_gradient_flags((message[1:] > 0).tolist())
+    if abs(message[1].item() ** 2 - world.size * message[2].item()) > 1e-6 * max(1.0, message[2].item()):
+        asked = "no norm" if norm_type is None else f"the norm of order {norm_type:g}"
+        raise CollectiveError(
+            f"the ranks asked for different norms of the gradients: rank {world.ranks[world.rank]} asked for {asked}, "
+            "another one did not; call clip_grad_norm_ on every rank, with the same order"
+        )
+    engine.set_gradient_flags((message[3:] > 0).tolist())
     if norm_type is None:
         return None
     if math.isinf(norm_type):
@@ -77,7 +89,7 @@ def _power_sum(engine: ShardingEngine, norm_type: float) -> torch.Tensor:
             continue
         part = torch.zeros((), dtype=torch.float64, device=engine.device)
         for block in bucket.settled.split(_BLOCK_ELEMENTS):
-            wide = block.double()
+            wide = (block.abs() if block.is_complex() else block).double()
             part += torch.dot(wide, wide) if norm_type == 2.0 else wide.abs_().pow_(norm_type).sum()
         total += part * _magnitude(bucket) ** norm_type
     return total

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from hybrid import shims
 from hybrid.collectives import ops
@@ -54,11 +55,12 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
     _check_model(model)
     scope = context.ensure(strategy)
     mesh, resolved = scope.mesh, scope.resolved
+    _check_layouts(model, resolved)
     model.to(mesh.device)
     parameters = dict(model.named_parameters())
     placements = _placements(model)
     units = plan_units(model, class_names=resolved.units)
-    _check_alike_on_all_ranks(parameters, mesh)
+    _check_alike_on_all_ranks(model, mesh)
     _align_values(model, mesh)
     # recompute -> precision -> sharding; chunks, tensor parallel and compile will come before and between
     if resolved.recompute is not None:
@@ -75,6 +77,7 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         coordinates={axis.name: mesh.coordinate(axis.name) for axis in mesh.layout.axes},
         group_of=lambda axes: mesh.group(*axes),
         compute_dtypes=low_dtypes,
+        peers=lambda: [runtime.engine.reducer for runtime in context.runtimes()],
     )
     engine.start_unsharding(model)
     runtime = Runtime(engine, mesh=mesh, strategy=resolved)
@@ -204,12 +207,22 @@ class DistributedModel(nn.Module):
         return result
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Copies on the CPU of the plain model's whole state dict. *Collective.*"""
-        state = self.state_dict()
-        return {
+        """Copies on the CPU of the plain model's whole state dict, the same on every rank. *Collective.*
+
+        Buffers (BatchNorm statistics are each rank's own) are those of the first data-parallel rank.
+        """
+        state = {
             name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in state.items()
+            for name, value in self.state_dict().items()
         }
+        group = self.hybrid_runtime.mesh.group(*DATA_AXES)
+        names = {name for name, _ in self.named_buffers(remove_duplicate=False)}
+        for name in state:
+            if name in names and group.size > 1:
+                flat = state[name].reshape(-1).to(self.hybrid_runtime.mesh.device)
+                ops.broadcast(flat, source=0, group=group).wait()
+                state[name] = flat.cpu().view(state[name].shape)
+        return state
 
     def shard_state_dict(self) -> dict[str, tuple[tuple[int, int], torch.Tensor]]:
         """fqn -> (range of elements in memory order, this rank's slice) of each parameter that it owns a part of."""
@@ -303,15 +316,17 @@ def _check_model(model: nn.Module) -> None:
     ]
     if inside:
         raise ModelError(f"{inside[0]} has already been given to distributed_model; wrap the whole model once")
+    lazy = [name for name, tensor in _named_tensors(model) if isinstance(tensor, UninitializedTensorMixin)]
+    if lazy:
+        raise ModelError(
+            f"{lazy[0]!r} has no shape yet (a lazy module); run one batch through the plain model before distributed_model"
+        )
     meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if meta:
         raise ModelError(
             f"{meta[0]!r} and {len(meta) - 1} more are on the meta device: building on it is not available yet; "
             "build the model on a real device"
         )
-    odd = [name for name, p in model.named_parameters() if p.is_sparse or p.layout is not torch.strided]
-    if odd:
-        raise ModelError(f"parameter {odd[0]!r} is not a strided tensor; only dense parameters can be put into buckets")
     taken = [name for name in vars(DistributedModel) if not name.startswith("__") and name in dir(model)]
     clashes = sorted(set(taken) - {*dir(nn.Module), "hybrid_runtime"})
     if clashes:
@@ -337,8 +352,8 @@ def _placements(model: nn.Module) -> dict[str, Placement]:
     }
 
 
-def _check_alike_on_all_ranks(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-    mine = [(fqn, tuple(p.shape), str(p.dtype), p.requires_grad) for fqn, p in parameters.items()]
+def _check_alike_on_all_ranks(model: nn.Module, mesh: Mesh) -> None:
+    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _named_tensors(model)]
     everyone = ops.all_gather_object(mine, group=mesh.world)
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
@@ -347,9 +362,43 @@ def _check_alike_on_all_ranks(parameters: Mapping[str, nn.Parameter], mesh: Mesh
         what = (
             f"{first[0]} on rank 0, {first[1]} on rank {rank}"
             if first
-            else (f"rank 0 has {len(everyone[0])} parameters, rank {rank} has {len(theirs)}")
+            else (f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}")
         )
         raise ModelError(f"the model is not the same on all ranks (name, shape, dtype, requires_grad): {what}")
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
+    """What the engine cannot hold or watch, refused by name.
+
+    Raises:
+        ModelError: a tensor that is not dense, or overlaps itself; TorchScript code, which reads parameters without
+            asking them, where values may be elsewhere; a Parameter subclass at stage 3.
+    """
+    for name, tensor in _named_tensors(model):
+        if tensor.layout is not torch.strided:
+            raise ModelError(f"{name!r} is not a dense tensor ({tensor.layout}); store it dense (tensor.to_dense())")
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ModelError(f"{name!r} is expanded: its elements share memory; store it whole (tensor.clone())")
+    absent = resolved.zero_stage == 3 and resolved.shard_size > 1
+    if absent or resolved.overlap_param_gather:
+        setting = "stage 3" if absent else "overlap_param_gather=True"
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+                raise ModelError(
+                    f"module {name!r} is TorchScript, which reads parameters without waiting for them; with {setting} their "
+                    "values may be elsewhere: use the plain module, or stage 2 without overlap_param_gather"
+                )
+    if absent:
+        for name, parameter in model.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                raise ModelError(
+                    f"parameter {name!r} is of class {type(parameter).__name__}: stage 3 can free plain nn.Parameters only; "
+                    "use stage 2"
+                )
 
 
 def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:

@@ -75,6 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 result = closure()
         runtime, shards = self.hybrid_runtime, self.hybrid_shards
         runtime.engine.check_unchanged()
+        runtime.engine.adopt_hand_made_changes()
         runtime.check_plain_step()
         runtime.synchronise_and_clip(shards=shards)
         runtime.check_unscaled()
@@ -158,16 +159,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     )
         if problems:
             raise OptimizerError("the optimizer state does not fit: " + "; ".join(problems))
-        self.state.clear()
+        loaded: dict[torch.Tensor, dict[str, Any]] = {}  # whole before anything is replaced: cutting may refuse
         for fqn, values in state.items():
             shard = shards[fqn]
             if shard.tensor is None:
                 continue
             if ranges is None:
-                self.state[shard.tensor] = self.hybrid_shards.cut_state(shard, values)
+                loaded[shard.tensor] = self.hybrid_shards.cut_state(shard, values)
             else:
                 copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-                self.state[shard.tensor] = copies
+                loaded[shard.tensor] = copies
+        self.state.clear()
+        self.state.update(loaded)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 

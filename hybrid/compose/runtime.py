@@ -125,6 +125,11 @@ class Runtime:
         """Whether any gradient buffer is alive on this rank."""
         return self.engine.gradient_bytes() > 0
 
+    def forget_accumulation(self) -> None:
+        """The gradients that train_batch left are gone, and with them their weight."""
+        self.accumulated_weight = self._settled_weight = None
+        self.engine.reducer.saw_plain_backward = False
+
     def has_gradient_anywhere(self) -> bool:
         """Whether any parameter had a gradient on any rank, as of the last settlement."""
         return any(any(bucket.has_gradient_anywhere) for bucket in self.engine.buckets)
@@ -227,9 +232,12 @@ class Runtime:
     def zero_grad(self, parameters: list[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         self.engine.zero_grad(parameters, set_to_none=set_to_none)
         self.may_have_new = True
-        if not self.has_gradients():
-            self.accumulated_weight = self._settled_weight = None
-            self.engine.reducer.saw_plain_backward = False
+        if (
+            parameters is None
+            or {id(p) for p in parameters} >= {id(p) for _, p in self.engine.trainable()}
+            or not self.has_gradients()
+        ):
+            self.forget_accumulation()
 
     def memory_bytes(self) -> dict[str, int]:
         """Live bytes on this rank of what ZeRO cuts."""

@@ -87,7 +87,10 @@ def train_batch(
     micro_batches = split_batch(
         batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
     )
-    totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
+    totals = torch.zeros(5, dtype=torch.float64, device=runtime.engine.device)
+    runtime.engine.adopt_hand_made_changes()
+    totals[4] = float(reducer.dropped_by_hand)
+    reducer.dropped_by_hand = False
     totals_handle: ops.Handle | None = None
     last = len(micro_batches) - 1
     reducer.defer_end = True
@@ -109,7 +112,7 @@ def train_batch(
     assert totals_handle is not None
     totals_handle.wait()
     loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
-    before = runtime.accumulated_weight
+    before = runtime.accumulated_weight if totals[4].item() == 0 else None
     runtime.accumulated_weight = totals[1].clone() if before is None else before + totals[1]
     grad_norm, skipped = None, False
     if step:
@@ -122,7 +125,7 @@ def train_batch(
         grad_norm=None if grad_norm is None else grad_norm.to(runtime.engine.result_dtype),
         skipped=skipped,
         seconds=time.perf_counter() - started_seconds,
-        totals=totals,
+        totals=totals[:4],
     )
 
 
@@ -173,7 +176,7 @@ def _check_arguments(runtime: Runtime, optimizer: Any, step: bool) -> None:
         )
     if isinstance(optimizer, DistributedOptimizer) and optimizer.hybrid_runtime is not runtime:
         raise OptimizerError("train_batch was given the optimizer of another wrapped model")
-    if runtime.accumulated_weight is None and runtime.has_gradients():
+    if runtime.accumulated_weight is None and runtime.engine.reducer.saw_plain_backward:
         raise ModelError(
             "train_batch found gradients of an earlier backward() in the model: call optimizer.step() and "
             "optimizer.zero_grad(), or model.zero_grad(), first"
@@ -205,13 +208,15 @@ def _forward(
     tokens: int | torch.Tensor = num_tokens(micro_batch)
     if isinstance(output, tuple | list) and len(output) == 2:
         loss_sum, count = output
-        weight = tokens = count.detach().double() if isinstance(count, torch.Tensor) else count
         _check_scalar(loss_sum)
+        loss_sum = loss_sum.reshape(())
+        weight = tokens = count.detach().double().reshape(()) if isinstance(count, torch.Tensor) else count
     else:
         _check_scalar(output)
+        output = output.reshape(())
         loss_sum = output if loss_reduction == "sum" else output * samples
         weight = samples
-    totals += torch.stack(
+    totals[:4] += torch.stack(
         [
             torch.as_tensor(v, dtype=torch.float64, device=totals.device)
             for v in (loss_sum.detach(), weight, samples, tokens)

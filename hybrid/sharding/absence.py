@@ -6,6 +6,7 @@ any use of the values first asks the parameter's keeper to bring them, which may
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -17,10 +18,7 @@ from hybrid.sharding.metadata import METADATA_CALLS
 __all__ = ["AbsentParameter", "Keeper", "mark_absent", "mark_present"]
 
 # Metadata, and what puts a gradient there or takes it away.
-_HARMLESS: frozenset[Any] = METADATA_CALLS | {
-    getattr(torch.Tensor, "grad").__set__,  # noqa: B009
-    torch.Tensor.data_ptr,
-}
+_HARMLESS: frozenset[Any] = METADATA_CALLS | {getattr(torch.Tensor, "grad").__set__}  # noqa: B009
 
 
 class Keeper(Protocol):
@@ -58,9 +56,8 @@ class AbsentParameter(nn.Parameter):
         return nn.Parameter.__reduce_ex__(self, protocol)
 
 
-# id of an absent parameter -> its keeper. An entry lives only while the parameter is absent, and the keeper's
-# bucket holds the parameter, so the id stays its own.
-_keepers: dict[int, Keeper] = {}
+# id of an absent parameter -> its keeper. An entry lives only while the parameter is absent and its keeper alive.
+_keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
 
 
 def mark_absent(parameters: Iterable[nn.Parameter], keeper: Keeper) -> None:

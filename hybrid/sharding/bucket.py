@@ -23,6 +23,7 @@ import torch
 
 from hybrid.collectives import ops
 from hybrid.contracts.partition import BucketPartition, Slice
+from hybrid.sharding.absence import AbsentParameter
 
 __all__ = ["Bucket", "BucketKey", "own_strides"]
 
@@ -205,12 +206,12 @@ class Bucket:
     def moved(self, fqns: Sequence[str]) -> str | None:
         """The first of these parameters of the bucket whose `data` was replaced since wrapping, if there is one.
 
-        Not asked at stage 3: replacing the data of an absent parameter is refused when it is tried.
+        Not asked while values are elsewhere: replacing the data of an absent parameter brings it, or is refused.
         """
-        if self.cut is not None:
-            return None
         for fqn, parameter, address in zip(fqns, self.parameters, self._addresses, strict=False):
-            if parameter.data_ptr() != address or parameter.dtype != self.key.dtype:
+            if self.cut is None and type(parameter) is not AbsentParameter and parameter.data_ptr() != address:
+                return fqn
+            if parameter.dtype != self.key.dtype:
                 return fqn
         return None
 
@@ -274,6 +275,11 @@ class Bucket:
             self.settled.add_(self.raw, alpha=scale)
             ops.release(self.raw)
         self.raw = None
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether sums over the ranks are there, settled or not: of any parameter of the bucket, from any rank."""
+        return self.raw is not None or self.settled is not None
 
     def apply_scale(self) -> None:
         """Multiply the settled gradient by its pending factor."""

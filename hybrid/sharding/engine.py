@@ -41,6 +41,8 @@ class ShardingEngine:
         group_of: axes -> group of the ranks that differ from this one on these axes alone.
         compute_dtypes: fqn -> lower dtype that a parameter gets; its fp32 master keeps the values as given.
 
+        peers: the reducers of all models trained in this process, in the order of their wrapping.
+
     Raises:
         ModelError: a parameter without a record, on another device than the rest, or two that share memory.
     """
@@ -55,6 +57,7 @@ class ShardingEngine:
         coordinates: Mapping[str, int],
         group_of: Callable[[tuple[str, ...]], ops.Group],
         compute_dtypes: Mapping[str, torch.dtype] | None = None,
+        peers: Callable[[], Sequence[Reducer]] = tuple,
     ) -> None:
         self.settings = settings
         self.parameters = dict(parameters)
@@ -67,6 +70,7 @@ class ShardingEngine:
         self.fqn_of = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
         self._coordinates = dict(coordinates)
         self._group_of = group_of
+        self._peers = peers
         self._compute_dtypes = dict(compute_dtypes or {})
         self._units = tuple(units)
         self.settlements = 0
@@ -94,6 +98,9 @@ class ShardingEngine:
             self.buckets,
             groups=reduce_groups,
             overlap=self.settings.overlap_comm,
+            # At stages 2 and 3 one bucket fills while one is under way; below, whole gradients are there anyway.
+            max_in_flight=1 if self.settings.zero_stage >= 2 else 4,
+            peers=self._peers,
             reduce_dtype=None if self.settings.reduce_dtype == "grad" else getattr(torch, self.settings.reduce_dtype),
             after_gradients=self._after_gradients,
         )
@@ -196,10 +203,12 @@ class ShardingEngine:
             for fqn, parameter, anywhere_here in zip(
                 bucket.fqns, bucket.parameters, bucket.has_gradient_anywhere, strict=True
             ):
-                if anywhere_here and parameter.grad is None:
-                    parameter.grad = self.reducer.handles[fqn]
+                parameter.grad = self.reducer.handles[fqn] if anywhere_here else None
             bucket.has_gradient = list(bucket.has_gradient_anywhere)
             position += count
+        if not any(anywhere):
+            for bucket in self.buckets:
+                bucket.drop_all()
 
     # -- parameters ------------------------------------------------------------------------------------
 
@@ -223,6 +232,10 @@ class ShardingEngine:
                     f"parameter {fqn!r} is {now} now and was not when the model was wrapped; freeze and unfreeze "
                     "before distributed_model (wrap a fresh model with the new flags)"
                 )
+
+    def adopt_hand_made_changes(self) -> None:
+        """Look at what the user did to `p.grad` since: None drops the gradient, a tensor of theirs is refused."""
+        self.reducer.adopt_all()
 
     @staticmethod
     def _refuse_moved(fqn: str | None) -> None:

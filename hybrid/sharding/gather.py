@@ -37,6 +37,7 @@ class ParameterGather:
         self._buckets = tuple(buckets)
         self._groups = tuple(groups)
         self._under_way: deque[tuple[Bucket, ops.Handle]] = deque()
+        self._waiters: dict[int, _Waiter] = {}
 
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Send the own shards of these buckets, in forward order (the reverse of the launch order of gradients)."""
@@ -50,7 +51,8 @@ class ParameterGather:
     def defer(self) -> None:
         """Let what is under way arrive while others go on: whoever touches a parameter of it waits."""
         for bucket, _ in self._under_way:
-            mark_absent(bucket.parameters, _Waiter(self, bucket))
+            self._waiters[bucket.index] = _Waiter(self, bucket)
+            mark_absent(bucket.parameters, self._waiters[bucket.index])
         # A subclass of Parameter keeps its class and its behaviour; its bucket is waited for at once.
         last = -1
         for position, (bucket, _) in enumerate(self._under_way):
@@ -72,3 +74,4 @@ class ParameterGather:
         bucket, handle = self._under_way.popleft()
         handle.wait()
         mark_present(bucket.parameters)
+        self._waiters.pop(bucket.index, None)

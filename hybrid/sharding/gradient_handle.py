@@ -46,7 +46,8 @@ class GradientHandle(torch.Tensor):
             held_dtype: dtype of the gradient in its bucket, and what `p.grad.dtype` says; None: the parameter's.
             unscaler: answers `torch.amp.GradScaler`; None: unscaling raises like any other use.
         """
-        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        # Some calls reach the memory without asking the class: they must not find a number there.
+        one = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
         handle: GradientHandle = one.expand(parameter.shape).as_subclass(GradientHandle)
         handle.fqn = fqn
         handle.held_dtype = parameter.dtype if held_dtype is None else held_dtype
@@ -77,6 +78,9 @@ class GradientHandle(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
         return f"<gradient of {self.fqn!r}, shape {shape}: held by hybrid, read it with hybrid.full_gradient(p)>"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

@@ -15,6 +15,7 @@ before the first ended) waits in a fresh local buffer for the next round.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -28,8 +29,21 @@ from hybrid.sharding.gradient_handle import GradientHandle, Unscaler
 
 __all__ = ["Reducer"]
 
-# Buckets whose collective may be under way while the next one fills: bounds transient memory at two buckets.
-_MAX_IN_FLIGHT = 2
+
+def _hooks(reducer: weakref.ref[Reducer], index: int, position: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The two hooks of one parameter. They hold nothing: autograd holds them where no garbage collector looks."""
+
+    def before(gradients: object) -> None:
+        owner = reducer()
+        if owner is not None:
+            owner.before_accumulation(owner.buckets[index], position)
+
+    def after(parameter: torch.Tensor) -> None:
+        owner = reducer()
+        if owner is not None:
+            owner.after_accumulation(owner.buckets[index], position)
+
+    return before, after
 
 
 class Reducer:
@@ -39,7 +53,9 @@ class Reducer:
         buckets: in launch order.
         groups: per bucket, the group over which its gradients are reduced now (the shard group, or every
             rank that shares the parameter at stage 0) and the group of replicas, reduced once per settlement.
-        overlap: launch during backward; else all at its end.
+        overlap: let collectives run beside the backward; else wait for each as soon as it is launched.
+        max_in_flight: buckets whose collective may be under way while the next one fills.
+        peers: the reducers of all models that are trained in this process, in the order of their wrapping.
         reduce_dtype: dtype in which gradients travel; None: that of the buckets.
         after_gradients: told of each bucket whose gradients are all there in this round.
     """
@@ -50,17 +66,22 @@ class Reducer:
         *,
         groups: Sequence[tuple[ops.Group, ops.Group]],
         overlap: bool,
+        max_in_flight: int,
+        peers: Callable[[], Sequence[Reducer]],
         reduce_dtype: torch.dtype | None = None,
         after_gradients: Callable[[Bucket], None] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self._groups = tuple(groups)
-        self._overlap = overlap
+        self._max_in_flight = max_in_flight if overlap else 0
+        self._peers = peers
+        self._alone = True
         self._reduce_dtype = reduce_dtype
         self._after_gradients = after_gradients
         self.unscaler: Unscaler | None = None  # set by the floor that can agree over the world
         self.synchronise = True
         self.defer_end = False  # train_batch closes the round itself, right after its own backward
+        self.dropped_by_hand = False  # somebody set `p.grad = None` since train_batch last looked
         self.saw_plain_backward = False  # since gradients were last empty: one that train_batch did not make
         self.rounds_since_settlement = 0
         self._open = False
@@ -89,46 +110,50 @@ class Reducer:
 
     def _install(self, bucket: Bucket, position: int) -> tuple[Callable[[], None], ...]:
         parameter = bucket.parameters[position]
-        fqn = bucket.fqns[position]
-        handle = self.handles[fqn]
-
-        def before_accumulation(gradients: object) -> None:
-            # Autograd gives its own tensor away only if `grad` is None; and if somebody has set it to None or
-            # to another tensor since our handle was put there, that is what plain torch would go on from.
-            current = parameter.grad
-            if current is not handle:
-                self.adopt(bucket, position)
-            parameter.grad = None
-
-        def after_accumulation(_: torch.Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is None:  # hooks also fire when a custom function returned no gradient
-                if bucket.has_gradient[position]:
-                    parameter.grad = handle
-                self._arrive(bucket, position)
-                return
-            parameter.grad = None
-            bucket.accumulate(position, gradient.detach())
-            if not self.defer_end:
-                self.saw_plain_backward = True
-            parameter.grad = handle
-            self._arrive(bucket, position)
-
         # On the accumulating node, not on the tensor: a tensor's hooks also run under torch.autograd.grad, which
         # accumulates nothing. Autograd holds the node weakly, so it is kept here.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         self._nodes.append(node)
-        first = node.register_prehook(before_accumulation)
-        second = parameter.register_post_accumulate_grad_hook(after_accumulation)
+        before, after = _hooks(weakref.ref(self), bucket.index, position)
+        first = node.register_prehook(before)
+        second = parameter.register_post_accumulate_grad_hook(after)
         return (first.remove, second.remove)
+
+    def before_accumulation(self, bucket: Bucket, position: int) -> None:
+        """Autograd gives its own tensor away only if `grad` is None.
+
+        And if somebody has set it to None or to another tensor since our handle was put there, that is what plain
+        torch would go on from.
+        """
+        parameter = bucket.parameters[position]
+        if parameter.grad is not self.handles[bucket.fqns[position]]:
+            self.adopt(bucket, position)
+        parameter.grad = None
+
+    def after_accumulation(self, bucket: Bucket, position: int) -> None:
+        parameter = bucket.parameters[position]
+        gradient = parameter.grad
+        handle = self.handles[bucket.fqns[position]]
+        if gradient is None:  # hooks also fire when a custom function returned no gradient
+            if bucket.has_gradient[position] or bucket.has_reduced:
+                parameter.grad = handle
+            self._arrive(bucket, position)
+            return
+        parameter.grad = None
+        bucket.accumulate(position, gradient.detach())
+        if not self.defer_end:
+            self.saw_plain_backward = True
+        parameter.grad = handle
+        self._arrive(bucket, position)
 
     def adopt(self, bucket: Bucket, position: int) -> None:
         """Bring the bucket in line with what the user did to `p.grad`: None drops, a tensor of theirs is refused."""
         parameter = bucket.parameters[position]
         current = parameter.grad
         if current is None:
-            if bucket.has_gradient[position]:
+            if bucket.has_gradient[position] or bucket.has_reduced:
                 bucket.drop(position)
+                self.dropped_by_hand = True
         elif current is not self.handles[bucket.fqns[position]]:
             raise ModelError(
                 f"p.grad of {bucket.fqns[position]!r} was set by hand, where hybrid could not see it: this value would "
@@ -152,7 +177,7 @@ class Reducer:
         if not self._open:
             self._begin()
             if not self.defer_end:
-                shims.call_at_end_of_backward(self.finish_round)
+                shims.call_at_end_of_backward(self._finish_all_rounds)
         arrived = self._arrived[bucket.index]
         if not arrived[position]:
             arrived[position] = True
@@ -160,11 +185,12 @@ class Reducer:
             if self._missing[bucket.index] == 0:
                 if self._after_gradients is not None:
                     self._after_gradients(bucket)
-                if self._overlap:
+                if self._alone:
                     self._launch_ready()
 
     def _begin(self) -> None:
         self._open = True
+        self._alone = self.defer_end or len(self._peers()) <= 1
         self._next = 0
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
@@ -174,7 +200,7 @@ class Reducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+        while self._in_flight and len(self._in_flight) >= self._max_in_flight:
             self._complete_first()
         bucket = self.buckets[self._next]
         group, _ = self._groups[self._next]
@@ -185,6 +211,8 @@ class Reducer:
             handle = ops.reduce_scatter(buffer, bounds=bucket.partition.bounds, group=group, tag=bucket.index)
         self._in_flight.append((bucket, buffer, handle))
         self._next += 1
+        if self._max_in_flight == 0:
+            self._complete_first()
 
     def _to_send(self, bucket: Bucket, buffer: torch.Tensor) -> torch.Tensor:
         """The gradients in the dtype in which they travel.
@@ -211,8 +239,22 @@ class Reducer:
         handle.wait()
         bucket.add_reduced(buffer)
 
+    def _finish_all_rounds(self) -> None:
+        """End of a backward: close the open rounds of all models in one order, that of their wrapping.
+
+        With several models in one backward their buckets may become full in another order on each rank, so none is
+        launched before this moment.
+        """
+        for reducer in self._peers():
+            if not reducer.defer_end:
+                reducer.finish_round()
+        self.finish_round()
+
     def finish_round(self) -> None:
-        """Close the round that is open, if one is: launch the rest in order, wait for all of it."""
+        """Close the round that is open, if one is: launch the rest in order, wait for all of it.
+
+        Afterwards every parameter has its handle: its gradient may have come from another rank.
+        """
         if not self._open:
             return
         while self._next < len(self.buckets):
@@ -221,6 +263,10 @@ class Reducer:
             self._complete_first()
         self._open = False
         self.rounds_since_settlement += 1
+        for bucket in self.buckets:
+            for fqn, parameter in zip(bucket.fqns, bucket.parameters, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = self.handles[fqn]
 
     def full_round(self) -> None:
         """One whole round now, whatever is there: the open one if a round is open, else a new one."""
