@@ -51,8 +51,8 @@ def _cut(batch: Any, start: int, end: int, total: int, path: str = "batch") -> A
     if isinstance(batch, _SHARED):
         return batch
     raise BatchError(
-        f"{path} is a {type(batch).__name__}: it cannot be cut into micro-batches; use tensors in dicts, lists or tuples, "
-        "or accumulate_steps=1"
+        f"{path} is a {type(batch).__name__}: it cannot be cut into micro-batches; use tensors in dicts, lists "
+        "or tuples, or accumulate_steps=1"
     )
 
 

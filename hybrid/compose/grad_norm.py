@@ -12,6 +12,7 @@ import math
 import torch
 
 from hybrid.collectives import ops
+from hybrid.collectives.call import describe_history
 from hybrid.errors import CollectiveError, StrategyError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
@@ -52,9 +53,11 @@ def agree(engine: ShardingEngine, *, world: ops.Group, norm_type: float | None) 
     ops.all_reduce(message, group=world, control=True).wait()
     if abs(message[1].item() ** 2 - world.size * message[2].item()) > 1e-6 * max(1.0, message[2].item()):
         asked = "no norm" if norm_type is None else f"the norm of order {norm_type:g}"
+        rank = world.ranks[world.rank]
         raise CollectiveError(
-            f"the ranks asked for different norms of the gradients: rank {world.ranks[world.rank]} asked for {asked}, "
-            "another one did not; call clip_grad_norm_ on every rank, with the same order"
+            f"rank {rank}: all_reduce over world: the ranks asked for different norms of the gradients, this one for "
+            f"{asked}, another one not; call clip_grad_norm_ on every rank, with the same order\n"
+            f"The last collectives of rank {rank}, oldest first:\n{describe_history()}"
         )
     engine.set_gradient_flags((message[3:] > 0).tolist())
     if norm_type is None:

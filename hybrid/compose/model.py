@@ -318,9 +318,7 @@ def _check_model(model: nn.Module) -> None:
         raise ModelError(f"{inside[0]} has already been given to distributed_model; wrap the whole model once")
     lazy = [name for name, tensor in _named_tensors(model) if isinstance(tensor, UninitializedTensorMixin)]
     if lazy:
-        raise ModelError(
-            f"{lazy[0]!r} has no shape yet (a lazy module); run one batch through the plain model before distributed_model"
-        )
+        raise ModelError(f"{lazy[0]!r} has no shape yet (a lazy module); run one batch through the plain model first")
     meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if meta:
         raise ModelError(
@@ -389,15 +387,15 @@ def _check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
                 raise ModelError(
-                    f"module {name!r} is TorchScript, which reads parameters without waiting for them; with {setting} their "
-                    "values may be elsewhere: use the plain module, or stage 2 without overlap_param_gather"
+                    f"module {name!r} is TorchScript, which reads parameters without waiting for them; with {setting} "
+                    "their values may be elsewhere: use the plain module, or stage 2 without overlap_param_gather"
                 )
     if absent:
         for name, parameter in model.named_parameters():
             if type(parameter) is not nn.Parameter:
                 raise ModelError(
-                    f"parameter {name!r} is of class {type(parameter).__name__}: stage 3 can free plain nn.Parameters only; "
-                    "use stage 2"
+                    f"parameter {name!r} is of class {type(parameter).__name__}: stage 3 can free plain nn.Parameters "
+                    "only; use stage 2"
                 )
 
 

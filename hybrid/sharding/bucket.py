@@ -115,6 +115,7 @@ class Bucket:
         self.scale: float | torch.Tensor = 1.0
         # Whether a real gradient has come since zero_grad: here, and on any rank (known after a settlement).
         self.has_gradient = [False] * len(self.parameters)
+        self.shown = [False] * len(self.parameters)  # whether our handle stands in `p.grad`: then None means dropped
         self.has_gradient_anywhere = [False] * len(self.parameters)
 
     def _split_plan(self) -> tuple[list[int], list[tuple[int, ...] | None]]:
@@ -276,11 +277,6 @@ class Bucket:
             ops.release(self.raw)
         self.raw = None
 
-    @property
-    def has_reduced(self) -> bool:
-        """Whether sums over the ranks are there, settled or not: of any parameter of the bucket, from any rank."""
-        return self.raw is not None or self.settled is not None
-
     def apply_scale(self) -> None:
         """Multiply the settled gradient by its pending factor."""
         if self.settled is not None and not (isinstance(self.scale, float) and self.scale == 1.0):
@@ -290,7 +286,7 @@ class Bucket:
     def drop(self, position: int) -> None:
         """Forget one parameter's gradient, as `p.grad = None` does."""
         self.fill_zero(position)
-        self.has_gradient[position] = self.has_gradient_anywhere[position] = False
+        self.has_gradient[position] = self.has_gradient_anywhere[position] = self.shown[position] = False
 
     def fill_zero(self, position: int) -> None:
         """Set one parameter's gradient to zero, but leave it there."""
@@ -313,6 +309,7 @@ class Bucket:
         count = len(self.parameters)
         self.filled = [False] * count
         self.has_gradient = [False] * count
+        self.shown = [False] * count
         self.has_gradient_anywhere = [False] * count
 
     def gradient_bytes(self) -> int:

@@ -204,6 +204,7 @@ class ShardingEngine:
                 bucket.fqns, bucket.parameters, bucket.has_gradient_anywhere, strict=True
             ):
                 parameter.grad = self.reducer.handles[fqn] if anywhere_here else None
+            bucket.shown = list(bucket.has_gradient_anywhere)
             bucket.has_gradient = list(bucket.has_gradient_anywhere)
             position += count
         if not any(anywhere):

@@ -66,8 +66,8 @@ class Reducer:
         *,
         groups: Sequence[tuple[ops.Group, ops.Group]],
         overlap: bool,
-        max_in_flight: int,
-        peers: Callable[[], Sequence[Reducer]],
+        max_in_flight: int = 1,
+        peers: Callable[[], Sequence[Reducer]] = tuple,
         reduce_dtype: torch.dtype | None = None,
         after_gradients: Callable[[Bucket], None] | None = None,
     ) -> None:
@@ -135,7 +135,7 @@ class Reducer:
         gradient = parameter.grad
         handle = self.handles[bucket.fqns[position]]
         if gradient is None:  # hooks also fire when a custom function returned no gradient
-            if bucket.has_gradient[position] or bucket.has_reduced:
+            if bucket.shown[position]:
                 parameter.grad = handle
             self._arrive(bucket, position)
             return
@@ -144,6 +144,7 @@ class Reducer:
         if not self.defer_end:
             self.saw_plain_backward = True
         parameter.grad = handle
+        bucket.shown[position] = True
         self._arrive(bucket, position)
 
     def adopt(self, bucket: Bucket, position: int) -> None:
@@ -151,7 +152,7 @@ class Reducer:
         parameter = bucket.parameters[position]
         current = parameter.grad
         if current is None:
-            if bucket.has_gradient[position] or bucket.has_reduced:
+            if bucket.shown[position]:
                 bucket.drop(position)
                 self.dropped_by_hand = True
         elif current is not self.handles[bucket.fqns[position]]:
@@ -189,6 +190,7 @@ class Reducer:
                     self._launch_ready()
 
     def _begin(self) -> None:
+        self.adopt_all()  # a gradient that was dropped by hand is gone before new ones are reduced into its place
         self._open = True
         self._alone = self.defer_end or len(self._peers()) <= 1
         self._next = 0
@@ -264,9 +266,10 @@ class Reducer:
         self._open = False
         self.rounds_since_settlement += 1
         for bucket in self.buckets:
-            for fqn, parameter in zip(bucket.fqns, bucket.parameters, strict=True):
+            for position, parameter in enumerate(bucket.parameters):
                 if parameter.grad is None:
-                    parameter.grad = self.handles[fqn]
+                    parameter.grad = self.handles[bucket.fqns[position]]
+                    bucket.shown[position] = True
 
     def full_round(self) -> None:
         """One whole round now, whatever is there: the open one if a round is open, else a new one."""

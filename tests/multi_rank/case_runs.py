@@ -71,7 +71,8 @@ def wrapped(model: nn.Module, make_optimizer: MakeOptimizer, strategy: hybrid.Di
     if dist.get_rank() > 0:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(1)
+                if parameter.is_contiguous():  # not an expanded one, whose elements are one
+                    parameter.add_(1)
     optimizer = make_optimizer(model.parameters())
     return hybrid.distributed_model(model, strategy=strategy), hybrid.distributed_optimizer(optimizer)
 

@@ -240,9 +240,10 @@ def left_out(job: Job, *, looks: str) -> dict[str, Any]:
             loss = functional.mse_loss(model(parts[rank][0]), parts[rank][1])
             (loss / 2 if job.is_plain else loss).backward()
         if looks == "norm" and not job.is_plain:
-            norms.append(model.clip_grad_norm_(float("inf")).item())
+            norms.append(model.clip_grad_norm_(float("inf")))
         elif looks == "norm":
-            norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(gradients))
         elif looks == "gradients":
             norms.append(job.gradients(model)["scale"])
         optimizer.step()

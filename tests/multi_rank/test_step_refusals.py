@@ -91,6 +91,8 @@ def harmless(job: Job) -> dict[str, Any]:
     seen = []
     for step in range(2):
         job.loss(model, step).backward()
+        if not job.is_plain:
+            dict(model.named_gradients())  # now it is known which parameters have a gradient on any rank
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
             if gradient is not None:
