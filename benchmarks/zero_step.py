@@ -55,10 +55,10 @@ class Mode:
 
 
 def worker(size_name: str, names: list[str], *, rounds: int, steps: int) -> None:
-    import torch  # noqa: PLC0415 (the launching process does without torch)
-    import torch.distributed as dist  # noqa: PLC0415, TID251 (peers are torch.distributed's own)
+    import torch
+    import torch.distributed as dist
 
-    from benchmarks.gpt import SIZES  # noqa: PLC0415
+    from benchmarks.gpt import SIZES
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -84,14 +84,14 @@ def worker(size_name: str, names: list[str], *, rounds: int, steps: int) -> None
 
 
 def build(name: str, size: object) -> Mode:
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415, TID251
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415, TID251
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415, TID251
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
 
-    import hybrid  # noqa: PLC0415
-    from benchmarks.gpt import BenchGPT, Size, make_batch  # noqa: PLC0415
+    import hybrid
+    from benchmarks.gpt import BenchGPT, Size, make_batch
 
     assert isinstance(size, Size)
     torch.manual_seed(0)

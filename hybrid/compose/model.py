@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from hybrid import shims
 from hybrid.collectives import ops
@@ -316,7 +316,7 @@ def _check_model(model: nn.Module) -> None:
     ]
     if inside:
         raise ModelError(f"{inside[0]} has already been given to distributed_model; wrap the whole model once")
-    lazy = [name for name, tensor in _named_tensors(model) if isinstance(tensor, UninitializedTensorMixin)]
+    lazy = [name for name, tensor in _named_tensors(model) if is_lazy(tensor)]
     if lazy:
         raise ModelError(f"{lazy[0]!r} has no shape yet (a lazy module); run one batch through the plain model first")
     meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]

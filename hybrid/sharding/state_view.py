@@ -64,7 +64,8 @@ def whole_optimizer_state(shards: OptimizerShards, optimizer: torch.optim.Optimi
             for fqn in bucket.fqns:
                 plain = [f[fqn][key][1] for f in from_all if f[fqn].get(key, ("", None))[0] == "plain"]
                 if plain:
-                    result.setdefault(fqn, {})[key] = plain[0]
+                    value = plain[0]
+                    result.setdefault(fqn, {})[key] = value.clone() if isinstance(value, torch.Tensor) else value
     return result
 
 

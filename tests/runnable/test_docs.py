@@ -125,9 +125,7 @@ def test_block_is_python(block: Block) -> None:
     compile(block.code, block.page, "exec")
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in BLOCKS if block.reason is None], ids=lambda block: block.id
-)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.reason is None], ids=lambda block: block.id)
 def test_block_runs(block: Block, outcomes: dict[str, dict[str, object]]) -> None:
     """What a page shows is what a reader can paste."""
     outcome = outcomes[block.id]

@@ -185,7 +185,7 @@ def test_a_hook_that_fires_without_a_gradient_counts_for_nothing() -> None:
     x = inputs().requires_grad_()
     Silent.apply(x, hooked.model.weight).sum().backward()
     assert hooked.bucket.has_gradient == [False, False]
-    assert hooked.model.weight.grad is None
+    assert isinstance(hooked.model.weight.grad, GradientHandle)  # another rank may have one; the step finds out
 
 
 def test_gradients_set_to_none_by_hand_are_forgotten(hooked: Hooked, plain: nn.Sequential) -> None:
