@@ -1,6 +1,6 @@
 """One training step under each ZeRO stage beside its peers, in interleaved rounds of one run.
 
-    python -m benchmarks.zero_step --size S --modes ddp,zero1,fsdp2,hybrid0,hybrid1,hybrid2 --rounds 10
+    python -m benchmarks.zero_step --size S --modes ddp,zero1,fsdp2,hybrid0,hybrid1,hybrid2,hybrid3 --rounds 10
 
 Every mode trains the same model on the same batches (AdamW fused, fp32, plain loop, no clipping). A round runs a
 few steps of each mode, in an order that rotates; the ratio to DDP is taken within the round, so a slow spell of
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-MODES = ("ddp", "zero1", "fsdp2", "hybrid0", "hybrid1", "hybrid2")
+MODES = ("ddp", "zero1", "fsdp2", "hybrid0", "hybrid1", "hybrid2", "hybrid3")
 
 
 def main() -> None:
@@ -125,10 +125,13 @@ def build(name: str, size: object) -> Mode:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     def live_bytes() -> int:
         """Model state after a step: parameters and optimizer state, masters included."""
+        if name.startswith("hybrid"):
+            live = model.memory_bytes()
+            return live["parameters"] + live["optimizer_state"]
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             state = optimizer.optim.state
         else:
@@ -150,9 +153,8 @@ def interval(values: list[float]) -> tuple[float, float]:
 def report(modes: dict[str, Mode], size_name: str, num_ranks: int) -> None:
     base = modes["ddp"]
     print(f"size {size_name}, {num_ranks} ranks, {len(base.wall_seconds)} rounds; ratios to ddp of the same round")
-    print(
-        f"{'mode':9} {'step ms':>8} {'wall ratio':>10} {'95 % interval':>15} {'cpu ms':>7} {'state MB':>8} {'max |Δ loss|':>12}"
-    )
+    heads = f"{'mode':9} {'step ms':>8} {'wall ratio':>10} {'95 % interval':>15} {'cpu ms':>7} {'state MB':>8}"
+    print(f"{heads} {'max |Δ loss|':>12}")
     rows = []
     for name, mode in modes.items():
         ratios = [own / ddp for own, ddp in zip(mode.wall_seconds, base.wall_seconds, strict=True)]

@@ -57,7 +57,9 @@ class Record:
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """By rank."""
+    """By rank: statistics are each rank's own."""
+    saved_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Those in the whole state: the first rank's, on every rank."""
     eval_loss: float = math.nan
 
     def digest(self) -> dict[str, str]:
@@ -66,6 +68,7 @@ class Record:
         for step, gradients in (self.raw | self.clipped).items():
             values |= {f"gradient of {fqn} at step {step}": gradient for fqn, gradient in gradients.items()}
         values |= {f"weight {fqn}": weight for fqn, weight in self.weights.items()}
+        values |= {f"saved buffer {name}": buffer for name, buffer in self.saved_buffers.items()}
         values |= {f"state {key} of {fqn}": v for fqn, state in self.state.items() for key, v in state.items()}
         values |= {"groups": self.groups, "evaluation loss": self.eval_loss}
         return {name: _hash(value) for name, value in values.items()}
@@ -174,8 +177,9 @@ def train_hybrid(case: Case) -> Record:
             _train_batches(model, optimizer, parts, chosen.keywords(), record)
         else:
             _plain_loop(case, model, optimizer, parts, end - start, step, record)
+    record.buffers = [_copies(model.named_buffers())]
     record.weights = model.full_state_dict()
-    record.buffers = [{name: record.weights.pop(name) for name, _ in model.named_buffers()}]
+    record.saved_buffers = {name: record.weights.pop(name) for name in record.buffers[0]}
     saved = optimizer.full_state_dict()
     record.state, record.groups = saved["state"], saved["param_groups"]
     evaluation = cut(chosen.batch(STEPS), start, end, dtype=case.dtype)
@@ -321,6 +325,8 @@ def verify(case: Case, ranks: Sequence[tuple[Record, dict[str, str]]]) -> list[s
     for fqn in plain.weights:
         compare("weight", f"weight {fqn}", mine.weights.get(fqn), plain.weights[fqn])
     _compare_state(mine, plain, problems, compare)
+    for name, buffer in plain.buffers[0].items():
+        compare("buffer", f"saved buffer {name}", mine.saved_buffers.get(name), buffer)
     for rank, wanted_buffers in enumerate(plain.buffers if MODELS[case.model].couples_samples else []):
         for name, buffer in wanted_buffers.items():
             compare("buffer", f"buffer {name} on rank {rank}", ranks[rank][0].buffers[0].get(name), buffer)

@@ -27,7 +27,7 @@ BACKENDS = ("gloo", "deferred")
 LAYOUTS = tuple(
     (world_size, zero_stage, shard_size)
     for world_size in (1, 2, 3, 4)
-    for zero_stage in (0, 1, 2)
+    for zero_stage in (0, 1, 2, 3)
     for shard_size in (None, *(s for s in (1, 2) if zero_stage > 0 and s < world_size and world_size % s == 0))
 )
 
@@ -57,6 +57,10 @@ def allowed(choice: dict[str, Any]) -> bool:
     way, clip, grad_reduce = choice.get("way", "calls"), choice.get("clip", "norm2"), choice.get("grad_reduce")
     if zero_stage == 0 and (choice.get("overlap_param_gather") or choice.get("partition", "auto") != "auto"):
         return False
+    if zero_stage == 3 and choice.get("overlap_param_gather"):
+        return False
+    if zero_stage == 3 and choice.get("model") == "experts":
+        return False  # ranks call their experts in different orders: an error at stage 3 (test_stage_3.py)
     if grad_reduce in {"every_micro_batch", 2} and zero_stage < 2:
         return False
     if grad_reduce == 2 and WAYS[way] < 2:
@@ -78,9 +82,9 @@ def full_cases(backend: str) -> Iterator[Case]:
     core = {name: FACTORS[name] for name in CORE}
     for index, choice in enumerate(everything(core, allowed=allowed)):
         # A step that shares no divisor with the number of turns meets them all before it repeats one.
-        turn = dict(turns[index * 37 % len(turns)])
-        turn["overlap_param_gather"] = turn["overlap_param_gather"] and choice["layout"][1] > 0
-        yield to_case({**choice, **turn}, backend)
+        first = index * 37 % len(turns)
+        merged = ({**choice, **turn} for turn in turns[first:] + turns[:first])
+        yield to_case(next(filter(allowed, merged)), backend)
 
 
 PAIRS = cover(FACTORS, allowed=allowed)
