@@ -69,6 +69,7 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         policy, preserve_rng = resolved.recompute.policy, resolved.recompute.preserve_rng
         install_recompute(model, chosen, policy=policy, preserve_rng=preserve_rng)
     low_dtypes = _install_precision(model, resolved, mesh) if resolved.amp is not None else {}
+    _check_grad_dtype(parameters, resolved, low_dtypes)
     engine = ShardingEngine(
         parameters,
         placements=placements,
@@ -431,4 +432,21 @@ def _install_precision(model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh)
     low = compute_dtypes(model, dtype=dtype, custom_fp32=amp.custom_fp32)
     install_casts(model, custom_fp32=amp.custom_fp32)
     model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type)
-    return low if amp.level == "O2" else {}
+    if amp.level == "O1":
+        return {}
+    for fqn, parameter in model.named_parameters():
+        if fqn in low and not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)  # has no master, at any stage
+    return low
+
+
+def _check_grad_dtype(
+    parameters: Mapping[str, nn.Parameter], resolved: ResolvedStrategy, low_dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Raises ModelError: a grad_dtype that no parameter of this model would have."""
+    dtypes = {low_dtypes.get(fqn, p.dtype) for fqn, p in parameters.items() if p.requires_grad}
+    if resolved.grad_dtype in {"bfloat16", "float16"} and not dtypes & {torch.bfloat16, torch.float16}:
+        raise ModelError(
+            f"sharding_configs['grad_dtype'] = {resolved.grad_dtype!r} is for low-precision parameters, and this "
+            f"model has {sorted(map(str, dtypes))}: it would do nothing. Leave it out, or use reduce_dtype for what is sent"
+        )

@@ -294,9 +294,13 @@ class Reducer:
         if self.has_unreduced() or self.rounds_since_settlement == 0:
             self.full_round()
         self.rounds_since_settlement = 0
-        handles = []
+        under_way = []
         for bucket, (_, replicas) in zip(self.buckets, self._groups, strict=True):
             if replicas.size > 1 and bucket.raw is not None:
-                handles.append(ops.all_reduce(bucket.raw, group=replicas, tag=bucket.index))
-        for handle in handles:
+                low = self._reduce_dtype is not None and bucket.raw.dtype != self._reduce_dtype
+                sent = bucket.raw.to(self._reduce_dtype) if low else bucket.raw
+                under_way.append((bucket, sent, ops.all_reduce(sent, group=replicas, tag=bucket.index)))
+        for bucket, sent, handle in under_way:
             handle.wait()
+            if bucket.raw is not None and sent is not bucket.raw:
+                bucket.raw.copy_(sent)
