@@ -25,11 +25,17 @@ DEFAULT_BATCH = 8
 def demo(
     nproc: Annotated[int, typer.Option("--nproc", help="Ranks on this machine.")] = 4,
     stage: Annotated[
-        int | None, typer.Option("--stage", help=f"ZeRO stage: 0, 1 or 2.  [default: {DEFAULT_STAGE}]")
+        int | None, typer.Option("--stage", help=f"ZeRO stage: 0 to 3.  [default: {DEFAULT_STAGE}]")
     ] = None,
     shard_size: Annotated[
         int | None, typer.Option("--shard-size", help="Ranks that share one copy of the state.  [default: all]")
     ] = None,
+    amp: Annotated[
+        str | None, typer.Option("--amp", metavar="bf16|fp16", help="Low-precision weights with fp32 masters (O2).")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compute the blocks' activations again in backward.")
+    ] = False,
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 120,
     batch: Annotated[
         int | None,
@@ -51,16 +57,22 @@ def demo(
       hybrid demo
       hybrid demo --stage 1 --steps 50
       hybrid demo --nproc 4 --stage 2 --shard-size 2
+      hybrid demo --stage 3 --amp bf16 --recompute
       hybrid demo --strategy strategy.yaml
     """
     if steps < 1:
         raise typer.BadParameter(f"is {steps}; expected 1 or more", param_hint="--steps")
     if nproc < 1:
         raise typer.BadParameter(f"is {nproc}; expected 1 or more", param_hint="--nproc")
-    chosen = _from_options(stage, shard_size) if strategy is None else DistributedStrategy.load(strategy)
+    if amp is not None and amp not in _AMP_DTYPES:
+        raise typer.BadParameter(f"is {amp!r}; expected one of {', '.join(_AMP_DTYPES)}", param_hint="--amp")
+    if strategy is None:
+        chosen = _from_options(stage, shard_size, amp, recompute=recompute)
+    else:
+        chosen = DistributedStrategy.load(strategy)
     resolved = chosen.resolve(nproc)
     if strategy is not None:
-        _check_agreement(strategy, resolved, stage=stage, shard_size=shard_size)
+        _check_agreement(strategy, resolved, stage=stage, shard_size=shard_size, amp=amp, recompute=recompute)
     batch_per_rank = _batch_per_rank(resolved, batch)
 
     log_dir = Path(tempfile.mkdtemp(prefix="hybrid-demo-"))
@@ -85,23 +97,44 @@ def demo(
     shutil.rmtree(log_dir)
 
 
-def _from_options(stage: int | None, shard_size: int | None) -> DistributedStrategy:
+_AMP_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def _from_options(
+    stage: int | None, shard_size: int | None, amp: str | None, *, recompute: bool
+) -> DistributedStrategy:
     configs: dict[str, int] = {"stage": DEFAULT_STAGE if stage is None else stage}
     if shard_size is not None:
         configs["shard_size"] = shard_size
-    return DistributedStrategy(
-        {
-            "sharding": True,
-            "sharding_configs": configs,
-            "gradient_clipping": 1.0,
-            "timeout_seconds": 120,
-        }
-    )
+    settings: dict[str, object] = {
+        "sharding": True,
+        "sharding_configs": configs,
+        "gradient_clipping": 1.0,
+        "timeout_seconds": 120,
+    }
+    if amp is not None:
+        settings |= {"amp": True, "amp_configs": {"dtype": _AMP_DTYPES[amp], "level": "O2"}}
+    if recompute:
+        settings["recompute"] = True
+    return DistributedStrategy(settings)
 
 
-def _check_agreement(file: Path, resolved: ResolvedStrategy, *, stage: int | None, shard_size: int | None) -> None:
+def _check_agreement(
+    file: Path,
+    resolved: ResolvedStrategy,
+    *,
+    stage: int | None,
+    shard_size: int | None,
+    amp: str | None,
+    recompute: bool,
+) -> None:
     """Two words on one setting must be the same word."""
-    pairs = (("--stage", stage, resolved.zero_stage), ("--shard-size", shard_size, resolved.shard_size))
+    pairs: tuple[tuple[str, object, object], ...] = (
+        ("--stage", stage, resolved.zero_stage),
+        ("--shard-size", shard_size, resolved.shard_size),
+        ("--amp", None if amp is None else f"{_AMP_DTYPES[amp]} O2", str(resolved.amp or "off")),
+        ("--recompute", recompute or None, resolved.recompute is not None),
+    )
     problems = [
         f"{option} is {given} but {file} says {in_file}; leave one of them out"
         for option, given, in_file in pairs

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.compose import context, grad_norm
 from hybrid.compose import train_step as steps
+from hybrid.compose.model_checks import check_alike_on_all_ranks, check_grad_dtype, check_layouts, check_model
 from hybrid.compose.runtime import Runtime
 from hybrid.contracts.placement import Placement, replicated
 from hybrid.errors import GradientAccessError, ModelError
@@ -52,15 +52,15 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         LaunchError: the processes could not meet.
         ModelError: a model that cannot be trained this way; the message names the parameter.
     """
-    _check_model(model)
+    check_model(model, wrapper=DistributedModel)
     scope = context.ensure(strategy)
     mesh, resolved = scope.mesh, scope.resolved
-    _check_layouts(model, resolved)
+    check_layouts(model, resolved)
     model.to(mesh.device)
     parameters = dict(model.named_parameters())
     placements = _placements(model)
     units = plan_units(model, class_names=resolved.units)
-    _check_alike_on_all_ranks(model, mesh)
+    check_alike_on_all_ranks(model, mesh)
     _align_values(model, mesh)
     # recompute -> precision -> sharding; chunks, tensor parallel and compile will come before and between
     if resolved.recompute is not None:
@@ -69,7 +69,7 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         policy, preserve_rng = resolved.recompute.policy, resolved.recompute.preserve_rng
         install_recompute(model, chosen, policy=policy, preserve_rng=preserve_rng)
     low_dtypes = _install_precision(model, resolved, mesh) if resolved.amp is not None else {}
-    _check_grad_dtype(parameters, resolved, low_dtypes)
+    check_grad_dtype(parameters, resolved, low_dtypes)
     engine = ShardingEngine(
         parameters,
         placements=placements,
@@ -309,31 +309,6 @@ def _before_forward(model: nn.Module, _: Any) -> None:
         engine.check_memory()
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"distributed_model needs a torch.nn.Module, got {type(model).__name__}")
-    inside = [
-        name or "(the model itself)" for name, module in model.named_modules() if isinstance(module, DistributedModel)
-    ]
-    if inside:
-        raise ModelError(f"{inside[0]} has already been given to distributed_model; wrap the whole model once")
-    lazy = [name for name, tensor in _named_tensors(model) if is_lazy(tensor)]
-    if lazy:
-        raise ModelError(f"{lazy[0]!r} has no shape yet (a lazy module); run one batch through the plain model first")
-    meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if meta:
-        raise ModelError(
-            f"{meta[0]!r} and {len(meta) - 1} more are on the meta device: building on it is not available yet; "
-            "build the model on a real device"
-        )
-    taken = [name for name in vars(DistributedModel) if not name.startswith("__") and name in dir(model)]
-    clashes = sorted(set(taken) - {*dir(nn.Module), "hybrid_runtime"})
-    if clashes:
-        raise ModelError(
-            f"the model already has {clashes}, which distributed_model would replace; rename it in the model"
-        )
-
-
 def _placements(model: nn.Module) -> dict[str, Placement]:
     names: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -349,55 +324,6 @@ def _placements(model: nn.Module) -> dict[str, Placement]:
         )
         for fqn, parameter in model.named_parameters()
     }
-
-
-def _check_alike_on_all_ranks(model: nn.Module, mesh: Mesh) -> None:
-    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _named_tensors(model)]
-    everyone = ops.all_gather_object(mine, group=mesh.world)
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        first = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
-        what = (
-            f"{first[0]} on rank 0, {first[1]} on rank {rank}"
-            if first
-            else (f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}")
-        )
-        raise ModelError(f"the model is not the same on all ranks (name, shape, dtype, requires_grad): {what}")
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-def _check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
-    """What the engine cannot hold or watch, refused by name.
-
-    Raises:
-        ModelError: a tensor that is not dense, or overlaps itself; TorchScript code, which reads parameters without
-            asking them, where values may be elsewhere; a Parameter subclass at stage 3.
-    """
-    for name, tensor in _named_tensors(model):
-        if tensor.layout is not torch.strided:
-            raise ModelError(f"{name!r} is not a dense tensor ({tensor.layout}); store it dense (tensor.to_dense())")
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ModelError(f"{name!r} is expanded: its elements share memory; store it whole (tensor.clone())")
-    absent = resolved.zero_stage == 3 and resolved.shard_size > 1
-    if absent or resolved.overlap_param_gather:
-        setting = "stage 3" if absent else "overlap_param_gather=True"
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
-                raise ModelError(
-                    f"module {name!r} is TorchScript, which reads parameters without waiting for them; with {setting} "
-                    "their values may be elsewhere: use the plain module, or stage 2 without overlap_param_gather"
-                )
-    if absent:
-        for name, parameter in model.named_parameters():
-            if type(parameter) is not nn.Parameter:
-                raise ModelError(
-                    f"parameter {name!r} is of class {type(parameter).__name__}: stage 3 can free plain nn.Parameters "
-                    "only; use stage 2"
-                )
 
 
 def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
@@ -438,15 +364,3 @@ def _install_precision(model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh)
         if fqn in low and not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)  # has no master, at any stage
     return low
-
-
-def _check_grad_dtype(
-    parameters: Mapping[str, nn.Parameter], resolved: ResolvedStrategy, low_dtypes: Mapping[str, torch.dtype]
-) -> None:
-    """Raises ModelError: a grad_dtype that no parameter of this model would have."""
-    dtypes = {low_dtypes.get(fqn, p.dtype) for fqn, p in parameters.items() if p.requires_grad}
-    if resolved.grad_dtype in {"bfloat16", "float16"} and not dtypes & {torch.bfloat16, torch.float16}:
-        raise ModelError(
-            f"sharding_configs['grad_dtype'] = {resolved.grad_dtype!r} is for low-precision parameters, and this "
-            f"model has {sorted(map(str, dtypes))}: it would do nothing. Leave it out, or use reduce_dtype for what is sent"
-        )

@@ -1,0 +1,101 @@
+"""What `distributed_model` refuses, by name: models that it could not train as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hybrid.collectives import ops
+from hybrid.errors import ModelError
+from hybrid.mesh import Mesh
+from hybrid.strategy import ResolvedStrategy
+
+__all__ = ["check_alike_on_all_ranks", "check_grad_dtype", "check_layouts", "check_model"]
+
+
+def check_model(model: nn.Module, *, wrapper: type[nn.Module]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"distributed_model needs a torch.nn.Module, got {type(model).__name__}")
+    inside = [name or "(the model itself)" for name, module in model.named_modules() if isinstance(module, wrapper)]
+    if inside:
+        raise ModelError(f"{inside[0]} has already been given to distributed_model; wrap the whole model once")
+    lazy = [name for name, tensor in _named_tensors(model) if is_lazy(tensor)]
+    if lazy:
+        raise ModelError(f"{lazy[0]!r} has no shape yet (a lazy module); run one batch through the plain model first")
+    meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if meta:
+        raise ModelError(
+            f"{meta[0]!r} and {len(meta) - 1} more are on the meta device: building on it is not available yet; "
+            "build the model on a real device"
+        )
+    taken = [name for name in vars(wrapper) if not name.startswith("__") and name in dir(model)]
+    clashes = sorted(set(taken) - {*dir(nn.Module), "hybrid_runtime"})
+    if clashes:
+        raise ModelError(
+            f"the model already has {clashes}, which distributed_model would replace; rename it in the model"
+        )
+
+
+def check_alike_on_all_ranks(model: nn.Module, mesh: Mesh) -> None:
+    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _named_tensors(model)]
+    everyone = ops.all_gather_object(mine, group=mesh.world)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        first = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
+        what = (
+            f"{first[0]} on rank 0, {first[1]} on rank {rank}"
+            if first
+            else (f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}")
+        )
+        raise ModelError(f"the model is not the same on all ranks (name, shape, dtype, requires_grad): {what}")
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
+    """What the engine cannot hold or watch, refused by name.
+
+    Raises:
+        ModelError: a tensor that is not dense, or overlaps itself; TorchScript code, which reads parameters without
+            asking them, where values may be elsewhere; a Parameter subclass at stage 3.
+    """
+    for name, tensor in _named_tensors(model):
+        if tensor.layout is not torch.strided:
+            raise ModelError(f"{name!r} is not a dense tensor ({tensor.layout}); store it dense (tensor.to_dense())")
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ModelError(f"{name!r} is expanded: its elements share memory; store it whole (tensor.clone())")
+    absent = resolved.zero_stage == 3 and resolved.shard_size > 1
+    if absent or resolved.overlap_param_gather:
+        setting = "stage 3" if absent else "overlap_param_gather=True"
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+                raise ModelError(
+                    f"module {name!r} is TorchScript, which reads parameters without waiting for them; with {setting} "
+                    "their values may be elsewhere: use the plain module, or stage 2 without overlap_param_gather"
+                )
+    if absent:
+        for name, parameter in model.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                raise ModelError(
+                    f"parameter {name!r} is of class {type(parameter).__name__}: stage 3 can free plain nn.Parameters "
+                    "only; use stage 2"
+                )
+
+
+def check_grad_dtype(
+    parameters: Mapping[str, nn.Parameter], resolved: ResolvedStrategy, low_dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Raises ModelError: a grad_dtype that no parameter of this model would have."""
+    dtypes = {low_dtypes.get(fqn, p.dtype) for fqn, p in parameters.items() if p.requires_grad}
+    if resolved.grad_dtype in {"bfloat16", "float16"} and not dtypes & {torch.bfloat16, torch.float16}:
+        raise ModelError(
+            f"sharding_configs['grad_dtype'] = {resolved.grad_dtype!r} is for low-precision parameters, and this "
+            f"model has {sorted(map(str, dtypes))}: it would do nothing. Leave it out, or use reduce_dtype "
+            "for what is sent"
+        )
