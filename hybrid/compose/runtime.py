@@ -60,6 +60,7 @@ class Runtime:
         self._unscaled_at = -1
         self.scaler = _make_scaler(strategy, mesh)
         engine.reducer.unscaler = self.unscale
+        engine.reducer.holds_anywhere = self.holds_anywhere
 
     # -- optimizers ------------------------------------------------------------------------------------
 
@@ -101,6 +102,7 @@ class Runtime:
             )
         self.engine.repartition("parameter")
         self.engine.reducer.unscaler = self.unscale
+        self.engine.reducer.holds_anywhere = self.holds_anywhere
 
     # -- one step --------------------------------------------------------------------------------------
 
@@ -214,6 +216,12 @@ class Runtime:
     def mark_stepped(self, shards: OptimizerShards) -> None:
         self._stepped_at[id(shards)] = self.engine.settlements
         self.may_have_new = True
+
+    def holds_anywhere(self, here: bool) -> bool:
+        """Whether something holds on any rank of the world. *Collective.*"""
+        flag = torch.tensor([float(here)], dtype=torch.float64, device=self.engine.device)
+        ops.all_reduce(flag, group=self.mesh.world, op="max", control=True).wait()
+        return bool(flag.item() > 0)
 
     # -- accumulation ----------------------------------------------------------------------------------
 

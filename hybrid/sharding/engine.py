@@ -210,6 +210,8 @@ class ShardingEngine:
         if not any(anywhere):
             for bucket in self.buckets:
                 bucket.drop_all()
+        else:
+            self.reducer.expect([bucket.has_gradient_anywhere for bucket in self.buckets])
 
     # -- parameters ------------------------------------------------------------------------------------
 

@@ -78,7 +78,11 @@ class Reducer:
         self._alone = True
         self._reduce_dtype = reduce_dtype
         self._after_gradients = after_gradients
-        self.unscaler: Unscaler | None = None  # set by the floor that can agree over the world
+        # Set by the floor that can talk to the whole world: GradScaler's answer; whether a thing holds on any rank.
+        self.unscaler: Unscaler | None = None
+        self.holds_anywhere: Callable[[bool], bool] | None = None
+        # Parameters that no rank had a gradient for in the last step, by bucket: not waited for in the next one.
+        self._idle: list[list[bool]] = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self.synchronise = True
         self.defer_end = False  # train_batch closes the round itself, right after its own backward
         self.dropped_by_hand = False  # somebody set `p.grad = None` since train_batch last looked
@@ -194,8 +198,16 @@ class Reducer:
         self._open = True
         self._alone = self.defer_end or len(self._peers()) <= 1
         self._next = 0
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
+        self._arrived = [list(idle) for idle in self._idle]
+        self._missing = [idle.count(False) for idle in self._idle]
+
+    def expect(self, anywhere: Sequence[Sequence[bool]]) -> None:
+        """Take over which parameters had a gradient on any rank in this step; equal on all ranks.
+
+        One that nobody uses would else keep its bucket, and all behind it, from being reduced during backward. If it
+        is used again, its gradient comes with the next round, which `reduce_all` makes if any rank needs one.
+        """
+        self._idle = [[not has_gradient for has_gradient in bucket] for bucket in anywhere]
 
     def _launch_ready(self) -> None:
         while self._next < len(self.buckets) and self._missing[self._next] == 0:
@@ -291,7 +303,12 @@ class Reducer:
         """
         self.finish_round()
         self.adopt_all()
-        if self.has_unreduced() or self.rounds_since_settlement == 0:
+        if self.rounds_since_settlement == 0:
+            self.full_round()
+        more = self.has_unreduced()
+        if self.holds_anywhere is not None and any(map(any, self._idle)):
+            more = self.holds_anywhere(more)
+        if more:
             self.full_round()
         self.rounds_since_settlement = 0
         under_way = []

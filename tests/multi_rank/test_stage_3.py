@@ -161,10 +161,6 @@ class UsedTwice(Stack):
         return self.last(hidden)
 
 
-def run_shape(build: Callable[[], nn.Module], settings: dict[str, Any]) -> None:
-    Skipped.count = 0
-    check(build, **settings)
-
 
 def skipping() -> nn.Module:
     Skipped.count = 0
