@@ -39,10 +39,6 @@ def batch(step: int, bad: float | None = None) -> tuple[torch.Tensor, torch.Tens
     return inputs, labels
 
 
-def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    return torch.optim.Adam(model.parameters(), lr=1e-2), None
-
-
 def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
@@ -128,12 +124,20 @@ def replicated_loop() -> None:
         hybrid.shutdown()
 
 
+CLIPPINGS: list[Any] = [
+    0.3,
+    {"max_norm": 0.3, "norm_type": float("inf")},
+    {"max_norm": 0.3, "norm_type": 1},
+    {"clip_value": 0.1},
+]
+
+
 # ---- train_batch -------------------------------------------------------------------------------------------------
 
 
-def in_train_batch(clipping: Any, bad: float) -> None:
+def in_train_batch(clippings: list[Any], bad: float) -> None:
     """fp32 with a scaler given: only the step that overflowed is missing, in everything."""
-    for stage in STAGES:
+    for stage, clipping in [(stage, None) for stage in STAGES] + [(s, c) for s in (0, 3) for c in clippings]:
         strategy = strategy_of(stage=stage, bucket_bytes=150, gradient_clipping=clipping, accumulate_steps=2)
         model = hybrid.distributed_model(Net(), strategy=strategy)
         optimizer = hybrid.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
@@ -162,13 +166,9 @@ def in_train_batch(clipping: Any, bad: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize(
-    "clipping",
-    [None, 0.3, {"max_norm": 0.3, "norm_type": float("inf")}, {"max_norm": 0.3, "norm_type": 1}, {"clip_value": 0.1}],
-)
-def test_scaler_in_train_batch(clipping: Any, bad: float) -> None:
+def test_scaler_in_train_batch(bad: float) -> None:
     """Whatever is clipped: an overflow on one rank skips on all; weights, moments and schedule stay."""
-    run_ranks(in_train_batch, 2, clipping, bad)
+    run_ranks(in_train_batch, 2, CLIPPINGS, bad)
 
 
 def half_strategy(stage: int, **settings: Any) -> hybrid.DistributedStrategy:
@@ -178,7 +178,7 @@ def half_strategy(stage: int, **settings: Any) -> hybrid.DistributedStrategy:
     strategy.amp_configs = {
         "dtype": "float16",
         "level": level,
-        "init_loss_scaling": 2.0**40,
+        "init_loss_scaling": 2.0**30,
         "growth_interval": 4,
     }
     return strategy
@@ -190,24 +190,24 @@ def own_scaler(level: str, grad_dtype: str) -> None:
         model = hybrid.distributed_model(Net(), strategy=half_strategy(stage, level=level, grad_dtype=grad_dtype))
         optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         skips, losses, norms = [], [], []
-        for _ in range(60):
+        for _ in range(36):
             mine = tuple(own_part(t) for t in batch(0))
             result = model.train_batch(mine, optimizer, loss_fn=functional.mse_loss)
             skips.append(result.skipped)
             losses.append(result.loss.item())
             norms.append(result.grad_norm.item())
         assert skips[0], skips
-        assert not all(skips[40:]), (stage, skips)
+        assert not all(skips[24:]), (stage, skips)
         first = skips.index(False)
         plain = Net()
         functional.mse_loss(plain(batch(0)[0]), batch(0)[1]).backward()
         norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
         assert norms[first] == pytest.approx(norm.item(), rel=2e-2), stage
-        assert losses[-1] < 0.9 * losses[0], (stage, losses)
+        assert losses[-1] < 0.95 * losses[0], (stage, losses)
         assert_same_on_all_ranks((skips, losses), "skips and losses")
         scale = model.hybrid_runtime.scaler.get_scale()
         assert_same_on_all_ranks(scale, "scale")
-        assert scale < 2.0**40
+        assert scale < 2.0**30
         hybrid.shutdown()
 
 

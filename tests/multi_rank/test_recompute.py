@@ -121,9 +121,10 @@ def parity(build: Any, configs: dict[str, dict[str, Any]]) -> None:
                 model = hybrid.distributed_model(build().double(), strategy=with_recompute(stage, config))
                 optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
                 train(model, optimizer, own=True)
+                state = model.full_state_dict()
                 for name, value in plain.state_dict().items():
                     where = f"{name}, stage {stage}, {what}, prefetch {prefetch}"
-                    assert_close(model.full_state_dict()[name], value, TOLERANCE, where)
+                    assert_close(state[name], value, TOLERANCE, where)
                 hybrid.shutdown()
 
 
@@ -134,7 +135,9 @@ def test_recompute_changes_no_number() -> None:
 
 def test_recompute_around_several_sharding_units() -> None:
     """The recomputed module holds three sharding units, a parameter of its own, and reads one of theirs."""
-    run_ranks(parity, 2, Nested, {"outer": {"units": ["Body"]}, "outer selective": {"units": ["body"], "policy": "selective"}})
+    run_ranks(
+        parity, 2, Nested, {"outer": {"units": ["Body"]}, "outer selective": {"units": ["body"], "policy": "selective"}}
+    )
 
 
 def counted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -56,10 +57,8 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "equal": lambda p: torch.equal(p, p),
     "foreach": lambda p: torch._foreach_norm([p]),
     "buffer protocol": lambda p: memoryview(p.__array__()),
-    "dlpack": torch.utils.dlpack.to_dlpack,
     "new parameter": lambda p: nn.Parameter(p).sum(),
     "as_tensor": lambda p: torch.as_tensor(p).sum(),
-    "tensor": torch.tensor,
     "autograd.grad": lambda p: torch.autograd.grad((p * 1).sum(), p),
 }
 
@@ -91,12 +90,35 @@ def read_outside(moment: str) -> dict[str, str]:
         return said
 
 
-@pytest.mark.parametrize("moment", ["after wrapping", "after forward", "after step", "after eval"])
-def test_reading_a_freed_parameter_is_refused_by_name(moment: str) -> None:
+def read_at_moments() -> list[dict[str, str]]:
+    return [read_outside(moment) for moment in ("after wrapping", "after forward", "after step", "after eval")]
+
+
+def test_reading_a_freed_parameter_is_refused_by_name() -> None:
     """Each way to touch a value that is elsewhere: one sentence with the name and a way, not a crash, not garbage."""
-    for said in run_ranks(read_outside, 2, moment, timeout_seconds=20):
+    for said in [said for results in run_ranks(read_at_moments, 2, timeout_seconds=20) for said in results]:
         bad = {name: text for name, text in said.items() if NAME not in text or "gather_parameters" not in text}
         assert not bad, bad
+
+
+PAST_TORCH_FUNCTION: dict[str, Callable[[nn.Parameter], Any]] = {
+    "torch.tensor": torch.tensor,
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+}
+
+
+def read_past_torch_function(name: str) -> None:
+    with variant(stage=3, bucket_bytes=200, timeout_seconds=6) as strategy:
+        model, _ = wrapped(built(Stack), sgd, strategy)
+        with warnings.catch_warnings(), pytest.raises(hybrid.ModelError, match=NAME):
+            warnings.simplefilter("ignore")  # torch.tensor advises clone()
+            PAST_TORCH_FUNCTION[name](model.get_parameter(NAME))
+
+
+@pytest.mark.parametrize("name", PAST_TORCH_FUNCTION)
+def test_reads_that_torch_does_not_announce(name: str) -> None:
+    """These functions of torch read memory without asking the parameter's class."""
+    run_ranks(read_past_torch_function, 2, name)
 
 
 def facts_while_freed() -> None:
@@ -139,8 +161,6 @@ def gather_and_edit() -> None:
                 parameter.norm()
         with pytest.raises(hybrid.ModelError, match=r"blocks\.7"):
             model.gather_parameters("blocks.7")
-        with pytest.raises(hybrid.ModelError, match="not in the model"):
-            model.gather_parameters(nn.Parameter(torch.zeros(2)))
         # edits of all, one, a module
         with model.gather_parameters(), torch.no_grad():
             for p in model.parameters():
@@ -178,12 +198,24 @@ def gather_and_edit() -> None:
         assert_close(gradient, edited.get_parameter(NAME).grad, 1e-12, "gradient")
         plain_optimizer.step()
         optimizer.step()
+        state = model.full_state_dict()
         for name, value in edited.state_dict().items():
-            assert_close(model.full_state_dict()[name], value, 1e-12, name)
+            assert_close(state[name], value, 1e-12, name)
 
 
 def test_gather_parameters_reads_and_edits() -> None:
     run_ranks(gather_and_edit, 2)
+
+
+def gather_a_stranger() -> None:
+    with variant(stage=3) as strategy:
+        model, _ = wrapped(built(Stack), sgd, strategy)
+        with pytest.raises(hybrid.ModelError, match="not in the model"):
+            model.gather_parameters(nn.Parameter(torch.zeros(2)))
+
+
+def test_gathering_a_parameter_of_another_model_is_refused() -> None:
+    run_ranks(gather_a_stranger, 2)
 
 
 def step_inside_gather() -> str:
@@ -200,8 +232,9 @@ def step_inside_gather() -> str:
                 optimizer.step()
         except hybrid.HybridError as error:
             return str(error)
+        state = model.full_state_dict()
         for name, value in plain.state_dict().items():
-            assert_close(model.full_state_dict()[name], value, 1e-12, name)
+            assert_close(state[name], value, 1e-12, name)
         return ""
 
 
@@ -244,8 +277,9 @@ def failing_pass(where: str) -> None:
             functional.mse_loss(model(own_part(inputs)), own_part(targets)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        state = model.full_state_dict()
         for name, value in plain.state_dict().items():
-            assert_close(model.full_state_dict()[name], value, 1e-12, name)
+            assert_close(state[name], value, 1e-12, name)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "forward interrupted"])
