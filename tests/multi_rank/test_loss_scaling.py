@@ -247,7 +247,7 @@ def refused() -> None:
         before = model.full_state_dict()
         for _ in range(2):
             functional.mse_loss(model(mine[0]), mine[1]).backward()
-            with pytest.raises(hybrid.OptimizerError, match="float16.*loss scaling"):
+            with pytest.raises(hybrid.OptimizerError, match=r"float16.*loss scaling"):
                 optimizer.step()
             optimizer.zero_grad()
         assert all(torch.equal(before[name], value) for name, value in model.full_state_dict().items())

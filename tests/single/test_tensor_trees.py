@@ -72,7 +72,7 @@ def test_plain_objects_are_looked_into() -> None:
         lambda t: {"a": t, "b": "x"},
         lambda t: {"a": [t]},
         lambda t: Pair(t, "note"),
-        lambda t: Record(t),
+        Record,
         lambda t: Output(loss=t),
         lambda t: collections.OrderedDict(a=t),
         lambda t: collections.defaultdict(list, a=t),
