@@ -96,6 +96,15 @@ class DistributedModel(nn.Module):
 
     hybrid_runtime: Runtime
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain model's; a forward that is left by an exception leaves a model that can go on."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException:
+            if self.hybrid_runtime.engine.unsharder is not None:
+                self.hybrid_runtime.engine.unsharder.abandon_pass()
+            raise
+
     def train_batch(
         self,
         batch: Any,
@@ -201,10 +210,11 @@ class DistributedModel(nn.Module):
         with engine.whole():
             result: dict[str, Any] = super().state_dict(*args, **kwargs)
             if engine.unsharder is not None:
-                copies: dict[int, torch.Tensor] = {}
+                copies: dict[tuple[Any, ...], torch.Tensor] = {}  # tied parameters stay one tensor
                 for name, value in result.items():
                     if isinstance(value, torch.Tensor):
-                        result[name] = copies.setdefault(value.data_ptr(), value.clone())
+                        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+                        result[name] = copies.setdefault(key, value.clone())
         return result
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -271,7 +281,7 @@ class DistributedModel(nn.Module):
             found = (
                 [fqn for fqn in engine.parameters if fqn == one or fqn.startswith(f"{one}.")]
                 if isinstance(one, str)
-                else [engine.fqn_of[id(one)]] * (id(one) in engine.fqn_of)
+                else [fqn for fqn in (engine.fqn_of.get(id(one)),) if fqn is not None]
             )
             if not found:
                 what = repr(one) if isinstance(one, str) else f"a parameter of shape {tuple(one.shape)}"
@@ -356,7 +366,7 @@ def _install_precision(model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh)
     assert amp is not None
     dtype: torch.dtype = getattr(torch, amp.dtype)
     low = compute_dtypes(model, dtype=dtype, custom_fp32=amp.custom_fp32)
-    install_casts(model, custom_fp32=amp.custom_fp32)
+    install_casts(model, custom_fp32=amp.custom_fp32, norms=amp.level == "O2")
     model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type)
     if amp.level == "O1":
         return {}

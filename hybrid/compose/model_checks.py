@@ -19,6 +19,8 @@ __all__ = ["check_alike_on_all_ranks", "check_grad_dtype", "check_layouts", "che
 def check_model(model: nn.Module, *, wrapper: type[nn.Module]) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"distributed_model needs a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError("distributed_model cannot extend a TorchScript model; give it the plain module")
     inside = [name or "(the model itself)" for name, module in model.named_modules() if isinstance(module, wrapper)]
     if inside:
         raise ModelError(f"{inside[0]} has already been given to distributed_model; wrap the whole model once")
@@ -70,6 +72,13 @@ def check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
             raise ModelError(f"{name!r} is not a dense tensor ({tensor.layout}); store it dense (tensor.to_dense())")
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ModelError(f"{name!r} is expanded: its elements share memory; store it whole (tensor.clone())")
+    if resolved.data_parallel_size > 1:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                raise ModelError(
+                    f"module {name!r} has max_norm={module.max_norm}: its forward changes the weight, by this rank's "
+                    "own indices, so the ranks would train different models; leave max_norm out"
+                )
     absent = resolved.zero_stage == 3 and resolved.shard_size > 1
     if absent or resolved.overlap_param_gather:
         setting = "stage 3" if absent else "overlap_param_gather=True"

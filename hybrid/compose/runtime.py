@@ -7,6 +7,7 @@ Gradients are settled once, whoever asks first: a norm, a clip, a look at a grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -48,7 +49,8 @@ class Runtime:
         self.engine = engine
         self.mesh = mesh
         self.strategy = strategy
-        self.optimizers: list[OptimizerShards] = []
+        self._optimizers: list[weakref.ref[OptimizerShards]] = []
+        self._failed = ""  # what a train_batch that raised left behind: "alone", or "mixed" with what was there before
         # Samples or tokens behind the gradients that train_batch has left, summed over its calls and the world;
         # and those of which the settled gradients are the mean already, if somebody looked in between.
         self.accumulated_weight: torch.Tensor | None = None
@@ -91,11 +93,15 @@ class Runtime:
             if self.engine.partition_kind != "parameter" and self.engine.settings.zero_stage > 0:
                 self._repartition(name)
         shards = OptimizerShards(self.engine, optimizer)
-        self.optimizers.append(shards)
+        self._optimizers.append(weakref.ref(shards))
         return shards
 
+    def optimizers(self) -> list[OptimizerShards]:
+        """Of the optimizers that are still alive."""
+        return [shards for shards in (ref() for ref in self._optimizers) if shards is not None]
+
     def _repartition(self, name: str) -> None:
-        if self.optimizers or self.engine.gradient_bytes() > 0:
+        if self.optimizers() or self.engine.gradient_bytes() > 0:
             raise OptimizerError(
                 f"{name} needs whole parameters on one rank, but the buckets are already in use; wrap it before other "
                 "optimizers and before the first backward, or set sharding_configs['partition'] = 'parameter'"
@@ -127,9 +133,28 @@ class Runtime:
         """Whether any gradient buffer is alive on this rank."""
         return self.engine.gradient_bytes() > 0
 
+    def mark_failed(self) -> None:
+        """A train_batch raised half-way: part of its gradients is there, without their weight."""
+        self._failed = "alone" if self.accumulated_weight is None else "mixed"
+
+    def recover(self) -> None:
+        """Before gradients are used or added to: what a failed train_batch left is thrown away, or refused.
+
+        Raises:
+            ModelError: it lies on top of gradients of earlier calls, which would be thrown away as well.
+        """
+        if self._failed == "mixed":
+            raise ModelError(
+                "an earlier train_batch raised half-way, on top of gradients of train_batch(step=False): call "
+                "model.zero_grad() and repeat the accumulation"
+            )
+        if self._failed == "alone":
+            self.zero_grad()
+
     def forget_accumulation(self) -> None:
         """The gradients that train_batch left are gone, and with them their weight."""
         self.accumulated_weight = self._settled_weight = None
+        self._failed = ""
         self.engine.reducer.saw_plain_backward = False
 
     def has_gradient_anywhere(self) -> bool:
@@ -148,6 +173,7 @@ class Runtime:
         self, *, norm_type: float | None = None, shards: OptimizerShards | None = None
     ) -> torch.Tensor | None:
         """Settle the gradients if anything is unsettled, and return their norm if `norm_type` is given."""
+        self.recover()
         if self.accumulated_weight is not None and self.engine.reducer.saw_plain_backward:
             raise ModelError(
                 "backward() was called between train_batch(step=False) and the step: its loss is a mean where "
@@ -186,7 +212,9 @@ class Runtime:
         """
         self.synchronise()
         grad_dtype = self.engine.bucket_of[fqns[0]].key.grad_dtype
-        shards = next(shards for shards in self.optimizers if shards.holds(fqns[0]))
+        # The optimizer that GradScaler walks: among those that hold all of these, the one that holds least beside.
+        holders = [shards for shards in self.optimizers() if shards.fqns() >= set(fqns)]
+        shards = min(holders, key=lambda shards: len(shards.fqns()))
         overflow = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
         overflow += 0.0 if shards.unscale(inverse_scale, grad_dtype=grad_dtype) else 1.0
         ops.all_reduce(overflow, group=self.mesh.world, op="max", control=True).wait()
@@ -252,5 +280,5 @@ class Runtime:
         return {
             "parameters": self.engine.parameter_bytes(),
             "gradients": self.engine.gradient_bytes(),
-            "optimizer_state": sum(shards.state_bytes() for shards in self.optimizers),
+            "optimizer_state": sum(shards.state_bytes() for shards in self.optimizers()),
         }

@@ -81,6 +81,8 @@ def train_batch(
 ) -> StepResult:
     """See `DistributedModel.train_batch`."""
     started_seconds = time.perf_counter()
+    runtime.recover()
+    runtime.engine.adopt_hand_made_changes()
     _check_arguments(runtime, optimizer, step)
     scaler = _choose_scaler(runtime, scaler)
     strategy, reducer = runtime.strategy, runtime.engine.reducer
@@ -88,7 +90,7 @@ def train_batch(
         batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
     )
     totals = torch.zeros(5, dtype=torch.float64, device=runtime.engine.device)
-    runtime.engine.adopt_hand_made_changes()
+    _check_samples_everywhere(runtime, micro_batches)
     totals[4] = float(reducer.dropped_by_hand)
     reducer.dropped_by_hand = False
     totals_handle: ops.Handle | None = None
@@ -107,6 +109,9 @@ def train_batch(
                     (loss_sum if scaler is None else scaler.scale(loss_sum)).backward()
                 if reduce_now:
                     reducer.full_round()  # also where this rank had no sample: every rank makes the same rounds
+    except BaseException:
+        runtime.mark_failed()
+        raise
     finally:
         reducer.defer_end = False
     assert totals_handle is not None
@@ -147,11 +152,30 @@ def eval_batch(
             micro_batch_size=strategy.micro_batch_size,
             training=False,
         )
+        _check_samples_everywhere(runtime, pieces)
         for micro_batch in pieces:
             _forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
     ops.all_reduce(totals, group=runtime.mesh.world, control=True).wait()
     loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
     return EvalResult(loss=loss, count=totals[1])
+
+
+def _check_samples_everywhere(runtime: Runtime, micro_batches: list[Any]) -> None:
+    """At stage 3 every rank takes part in gathering for each forward, so each needs a sample; asked of all ranks.
+
+    Raises:
+        BatchError: a rank has an empty micro-batch; raised on every rank.
+    """
+    if runtime.engine.unsharder is None:
+        return
+    here = any(num_samples(micro_batch) == 0 for micro_batch in micro_batches)
+    if runtime.holds_anywhere(here):
+        own = "this rank has one" if here else "another rank has one"
+        raise BatchError(
+            f"an empty micro-batch at stage 3 ({own}): every rank needs a sample in each of the "
+            f"{len(micro_batches)} micro-batches, since parameters are gathered by all; use a sampler whose tail is "
+            "not empty (tail='fold'), fewer accumulate_steps, or stage 2"
+        )
 
 
 def _choose_scaler(runtime: Runtime, scaler: Any) -> torch.amp.GradScaler | None:
@@ -210,6 +234,7 @@ def _forward(
         loss_sum, count = output
         _check_scalar(loss_sum)
         loss_sum = loss_sum.reshape(())
+        _check_count(count)
         weight = tokens = count.detach().double().reshape(()) if isinstance(count, torch.Tensor) else count
     else:
         _check_scalar(output)
@@ -256,6 +281,18 @@ def _call(model: nn.Module, micro_batch: Any, loss_fn: LossFunction | None, forw
         f"do not know how to get a loss from a batch of type {type(micro_batch).__name__}: give a dict (calls "
         "model(**batch) and takes .loss), (inputs, labels) with loss_fn=, or forward_step(model, micro_batch)"
     )
+
+
+def _check_count(count: Any) -> None:
+    if isinstance(count, torch.Tensor):
+        fine = count.numel() == 1 and not count.is_complex() and bool(count >= 0)
+    else:
+        fine = isinstance(count, int | float) and count >= 0 and float(count).is_integer()
+    if not fine:
+        raise BatchError(
+            f"the second of a pair is the number of samples or tokens behind the sum, and {count!r} cannot be one; "
+            "return (loss.sum(), count), or the mean loss alone"
+        )
 
 
 def _check_scalar(loss: Any) -> None:

@@ -1,7 +1,8 @@
 """What computes in low precision, and the casts at its borders.
 
     O1   parameters stay fp32; autocast casts in each operation
-    O2   parameters are low precision, with fp32 masters in the optimizer; autocast for the rest
+    O2   parameters are low precision, with fp32 masters in the optimizer; autocast for the rest. torch's own
+         normalisation layers keep fp32 parameters and compute in fp32
 
 Modules named in `custom_fp32` keep fp32 parameters and compute without autocast: their inputs are cast to fp32, and
 their outputs back where the inputs came in low precision. The model's own outputs are cast to fp32, so that a loss
@@ -31,7 +32,7 @@ def compute_dtypes(model: nn.Module, *, dtype: torch.dtype, custom_fp32: Sequenc
         ModelError: a name in `custom_fp32` that is neither a module nor a class of the model; a tied parameter that
             belongs to an fp32 module and to another one.
     """
-    kept = _fp32_modules(model, custom_fp32)
+    kept = [*_fp32_modules(model, custom_fp32), *_norms(model)]
     result: dict[str, torch.dtype] = {}
     places: dict[int, list[tuple[str, bool]]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -46,9 +47,9 @@ def compute_dtypes(model: nn.Module, *, dtype: torch.dtype, custom_fp32: Sequenc
     return result
 
 
-def install_casts(model: nn.Module, *, custom_fp32: Sequence[str]) -> None:
-    """Make the modules in `custom_fp32` compute in fp32, whatever comes in."""
-    for name in _fp32_modules(model, custom_fp32):
+def install_casts(model: nn.Module, *, custom_fp32: Sequence[str], norms: bool) -> None:
+    """Make the modules in `custom_fp32`, and with `norms` torch's normalisation layers, compute in fp32."""
+    for name in dict.fromkeys([*_fp32_modules(model, custom_fp32), *(_norms(model) if norms else ())]):
         module = model.get_submodule(name)
         module.forward = _in_fp32(module.forward)
 
@@ -89,6 +90,24 @@ def _in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
         return map_tensors(output, lambda tensor: tensor.to(low) if tensor.dtype == torch.float32 else tensor)
 
     return forward_in_fp32
+
+
+_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+
+
+def _norms(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, _NORMS)]
 
 
 def _fp32_modules(model: nn.Module, wanted: Sequence[str]) -> list[str]:

@@ -18,7 +18,26 @@ from hybrid.sharding.metadata import METADATA_CALLS
 __all__ = ["AbsentParameter", "Keeper", "mark_absent", "mark_present"]
 
 # Metadata, and what puts a gradient there or takes it away.
-_HARMLESS: frozenset[Any] = METADATA_CALLS | {getattr(torch.Tensor, "grad").__set__}  # noqa: B009
+_HARMLESS: frozenset[Any] = METADATA_CALLS | {
+    getattr(torch.Tensor, "grad").__set__,  # noqa: B009
+    getattr(torch.Tensor, "requires_grad").__set__,  # noqa: B009
+    getattr(torch.Tensor, "_version").__get__,  # noqa: B009
+    torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_full,
+    torch.Tensor.new_tensor,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.empty_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.autograd.grad,
+}
 
 
 class Keeper(Protocol):

@@ -168,6 +168,11 @@ class Bucket:
             edited = own != self.master.to(own.dtype)
             self.master.copy_(torch.where(edited, own.float(), self.master))
 
+    def take_edits_from_data(self) -> None:
+        """`take_own_from_data`, if anything was written since the buffer was gathered."""
+        if self.cut is not None and not torch.equal(self.data[self.low : self.high], self.cut):
+            self.take_own_from_data()
+
     def set_master(self, position: int, value: torch.Tensor) -> None:
         """Give the master of one parameter its value in full precision."""
         part = self.slice_of.get(self.fqns[position])

@@ -102,7 +102,6 @@ class ShardingEngine:
             max_in_flight=1 if self.settings.zero_stage >= 2 else 4,
             peers=self._peers,
             reduce_dtype=None if self.settings.reduce_dtype == "grad" else getattr(torch, self.settings.reduce_dtype),
-            after_gradients=self._after_gradients,
         )
         self.gather = ParameterGather(self.buckets, groups=self._shard_groups[: len(self.buckets)])
 
@@ -148,10 +147,6 @@ class ShardingEngine:
     def all_buckets(self) -> tuple[Bucket, ...]:
         """Those with gradients first, then those of frozen parameters (stage 3 only)."""
         return (*self.buckets, *self.frozen_buckets)
-
-    def _after_gradients(self, bucket: Bucket) -> None:
-        if self.unsharder is not None:
-            self.unsharder.after_gradients(bucket)
 
     # -- gradients -------------------------------------------------------------------------------------
 
@@ -271,7 +266,9 @@ class ShardingEngine:
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """Take parameter values that were edited in place into the masters, which would overwrite them."""
         self.gather.finish()
-        if self.unsharder is None:
+        if self.unsharder is not None:
+            self.unsharder.check_nothing_edited()
+        else:
             for bucket in buckets:
                 bucket.take_own_from_data()
 

@@ -41,10 +41,7 @@ _ELEMENTWISE = (
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is known to update each element by itself. A subclass may do anything: not known."""
-    bases = {base for base in type(optimizer).__mro__ if issubclass(base, torch.optim.Optimizer)}
-    return type(optimizer) in _ELEMENTWISE or bool(
-        type(optimizer).__name__.startswith("Distributed") and bases & set(_ELEMENTWISE)
-    )
+    return type(optimizer) in _ELEMENTWISE
 
 
 @dataclass(slots=True)
@@ -138,8 +135,9 @@ class OptimizerShards:
                 if shard.tensor is not None:
                     shard.tensor.grad = None
 
-    def holds(self, fqn: str) -> bool:
-        return any(shard.fqn == fqn for shard in self._shards.values())
+    def fqns(self) -> set[str]:
+        """The trainable parameters of this optimizer."""
+        return {shard.fqn for shard in self._shards.values()}
 
     def unscale(self, inverse_scale: torch.Tensor, *, grad_dtype: torch.dtype) -> bool:
         """Multiply this optimizer's settled gradients of one dtype; returns whether all are finite here."""

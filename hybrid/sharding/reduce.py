@@ -57,7 +57,6 @@ class Reducer:
         max_in_flight: buckets whose collective may be under way while the next one fills.
         peers: the reducers of all models that are trained in this process, in the order of their wrapping.
         reduce_dtype: dtype in which gradients travel; None: that of the buckets.
-        after_gradients: told of each bucket whose gradients are all there in this round.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Reducer:
         max_in_flight: int = 1,
         peers: Callable[[], Sequence[Reducer]] = tuple,
         reduce_dtype: torch.dtype | None = None,
-        after_gradients: Callable[[Bucket], None] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self._groups = tuple(groups)
@@ -77,7 +75,6 @@ class Reducer:
         self._peers = peers
         self._alone = True
         self._reduce_dtype = reduce_dtype
-        self._after_gradients = after_gradients
         # Set by the floor that can talk to the whole world: GradScaler's answer; whether a thing holds on any rank.
         self.unscaler: Unscaler | None = None
         self.holds_anywhere: Callable[[bool], bool] | None = None
@@ -187,11 +184,8 @@ class Reducer:
         if not arrived[position]:
             arrived[position] = True
             self._missing[bucket.index] -= 1
-            if self._missing[bucket.index] == 0:
-                if self._after_gradients is not None:
-                    self._after_gradients(bucket)
-                if self._alone:
-                    self._launch_ready()
+            if self._missing[bucket.index] == 0 and self._alone:
+                self._launch_ready()
 
     def _begin(self) -> None:
         self.adopt_all()  # a gradient that was dropped by hand is gone before new ones are reduced into its place
@@ -234,16 +228,17 @@ class Reducer:
         A sum over N ranks in float16 leaves its range where no addend did; so they are divided before, by a power
         of two near the square root of N, and the rest of the way after (`undo_scale`).
         """
-        if self._reduce_dtype is None or buffer.dtype == self._reduce_dtype:
-            return buffer
         divisor = self.undo_scale(bucket)
-        sent = buffer.to(self._reduce_dtype) if divisor == 1.0 else (buffer / divisor).to(self._reduce_dtype)
+        dtype = self._reduce_dtype or buffer.dtype
+        if buffer.dtype == dtype:
+            return buffer if divisor == 1.0 else buffer.div_(divisor)
+        sent = buffer.to(dtype) if divisor == 1.0 else (buffer / divisor).to(dtype)
         ops.release(buffer)
         return sent
 
     def undo_scale(self, bucket: Bucket) -> float:
         """Factor by which the reduced sums of a bucket are too small."""
-        if self._reduce_dtype is not torch.float16 or bucket.key.grad_dtype is torch.float16:
+        if (self._reduce_dtype or bucket.key.grad_dtype) is not torch.float16:
             return 1.0
         group, replicas = self._groups[bucket.index]
         return float(2 ** math.ceil(math.log2(group.size * replicas.size) / 2))

@@ -1,8 +1,8 @@
 """Stage 3: parameters are whole only while their unit computes.
 
     forward of a unit     gather its buckets ── compute ── (idle) ── freed when the next unit begins
-    backward of a unit    gather again, when the gradient of its output is there ── freed when its gradients are
-                          complete, or the backward of the unit before it begins
+    backward of a unit    gather again, when the gradient of its output is there ── freed when the backward of a
+                          unit before it begins: autograd runs what was made later first, so this one is through
 
 The buffer of a bucket stays the same storage object for ever; freed means resized to zero bytes. Autograd's saved
 views of it therefore see the values again once it has been gathered. While freed, its parameters are
@@ -74,10 +74,13 @@ class Unsharder:
         inside = {bucket.index for buckets in self._units.values() for bucket in buckets}
         outside = {self._bucket_of[id(p)].index for p in self._parameters_outside(model, unit_names)}
         self._around = outside | ({bucket.index for bucket in self._buckets} - inside)
-        self._active: list[str] = []
+        self._active: list[str] = []  # units whose forward runs, innermost last
         self._forward_depth = 0
         self._in_backward = False
-        self._kept: set[int] = set()
+        self._needed_in_backward: set[int] = set()
+        self._kept: set[int] = set()  # stay whole to the end of the backward
+        self._views: set[int] = set()  # were kept since the last step: graphs may hold views of them
+        self._hold = False  # a graph of gradients was made, whose nodes no hook announces: free nothing until the step
         self._edited = 0
         self._order: list[str] = []  # units in the order in which their forwards began, last pass
         self._this_pass: list[str] = []
@@ -135,9 +138,12 @@ class Unsharder:
     def _attribute_tensors(self) -> Iterator[torch.Tensor]:
         """Tensors with a graph that modules keep as attributes (an auxiliary loss): backward may start from them."""
         for module in self._model.modules():
-            for value in vars(module).values():
-                if type(value) is torch.Tensor and value.grad_fn is not None:
-                    yield value
+            for name, value in vars(module).items():
+                if type(value) is torch.Tensor:
+                    if value.grad_fn is not None:
+                        yield value
+                elif type(value) in (list, tuple, dict) and not name.startswith("_"):
+                    yield from (t for t in tensors_in(value) if t.grad_fn is not None)
 
     def _before_unit_hook(self, name: str) -> Any:
         def before_unit(module: nn.Module, args: Any) -> None:
@@ -157,44 +163,65 @@ class Unsharder:
             if shims.in_backward():
                 return
             if torch.is_grad_enabled():
+                self._keep_views(name, output)
+                hook = self._before_unit_backward(name, self._this_pass, len(self._this_pass))
                 for tensor in tensors_in(output):
-                    tensor.register_hook(self._before_unit_backward(name))
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(hook)
             if self._forward_depth == 0 and not self._active:
                 self._free_idle()  # a unit called by itself
 
         return after_unit
 
+    def _keep_views(self, name: str, output: Any) -> None:
+        """A unit that returns (a view of) its own parameter: its parent will need it in backward, before our hook."""
+        for tensor in tensors_in(output):
+            for bucket in self._units[name]:
+                if tensor.untyped_storage().data_ptr() == bucket.data.untyped_storage().data_ptr():
+                    self._keep(bucket)
+
+    def _keep(self, bucket: Bucket) -> None:
+        self._kept.add(bucket.index)
+        self._views.add(bucket.index)
+
+    def abandon_pass(self) -> None:
+        """A forward was left by an exception: nothing runs any more."""
+        self._forward_depth = 0
+        self._active.clear()
+
     # -- backward --------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
+        if torch.is_grad_enabled():
+            self._hold = True
         if not self._in_backward:
             self._in_backward = True
+            self._needed_in_backward = set(self._around)
             shims.call_at_end_of_backward(self.end_backward)
 
     def _before_model_backward(self, gradient: torch.Tensor) -> None:
         self._begin_backward()
-        around = [self._buckets[index] for index in sorted(self._around)]
-        self._gather(around)
+        self._kept |= self._views
+        self._gather([self._buckets[index] for index in sorted(self._around | self._views)])
 
-    def _before_unit_backward(self, name: str) -> Any:
+    def _before_unit_backward(self, name: str, pass_order: list[str], calls: int) -> Any:
+        """`calls`: how many units had begun in that forward when this one ended."""
+
         def before_unit_backward(gradient: torch.Tensor) -> None:
             self._begin_backward()
-            self._active = [name]
+            # Units that came before in this forward may have begun their backward already (where this one returned
+            # its input), so only later ones are through.
+            before = pass_order[:calls]
+            self._needed_in_backward = self._around | {b.index for unit in before for b in self._units[unit]}
             self._gather(self._units[name])
             self._free_idle()
             self._fetch_ahead(name, step=-1)
 
         return before_unit_backward
 
-    def after_gradients(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are there: nothing of this backward needs its values any more."""
-        if bucket.index not in self._kept and not self._edited:
-            self._free(bucket)
-
     def end_backward(self) -> None:
         """Nothing is needed any more: free all, also what was kept."""
         self._in_backward = False
-        self._active.clear()
         self._kept.clear()
         if self._forward_depth == 0 and not self._edited:
             for bucket in self._buckets:
@@ -220,7 +247,7 @@ class Unsharder:
         self._gather([bucket])
         owners = {name for name, buckets in self._units.items() if bucket in buckets}
         if bucket.index not in self._around and not owners & set(self._active) and torch.is_grad_enabled():
-            self._kept.add(bucket.index)
+            self._keep(bucket)
 
     def _gather(self, buckets: Iterable[Bucket]) -> None:
         wanted = list(buckets)
@@ -264,25 +291,40 @@ class Unsharder:
         if self._edited:
             return
         needed = {bucket.index for name in self._active for bucket in self._units[name]}
-        if self._forward_depth > 0 or self._in_backward:
+        if self._forward_depth > 0:
             needed |= self._around
+        if self._in_backward:
+            needed |= self._needed_in_backward
         for bucket in self._buckets:
             if bucket.index not in needed and bucket.index not in self._kept:
                 self._free(bucket)
 
-    def _free(self, bucket: Bucket) -> None:
-        if self._state[bucket.index] is ShardedState.FREED:
+    def _free(self, bucket: Bucket, *, out_of_date: bool = False) -> None:
+        """`out_of_date`: the own shard is newer; else what a forward wrote into the parameters goes into it."""
+        if self._state[bucket.index] is ShardedState.FREED or (self._hold and not out_of_date):
             return
         self._arrive(bucket)  # resizing a buffer that is being received into would lose the message
+        if not out_of_date:
+            bucket.take_edits_from_data()
         mark_absent(bucket.parameters, self)
         bucket.free_data()
         self._state[bucket.index] = ShardedState.FREED
 
     def free_all(self) -> None:
-        """After an update: whatever is whole is out of date."""
+        """After an update: whatever is whole is out of date, and no graph made before may be used any more."""
         self._kept.clear()
+        self._views.clear()
+        self._hold = False
         for bucket in self._buckets:
-            self._free(bucket)
+            self._free(bucket, out_of_date=True)
+
+    def check_nothing_edited(self) -> None:
+        """Raises ModelError inside `gather_parameters`: an update there would be overwritten by the edit, or it."""
+        if self._edited:
+            raise ModelError(
+                "optimizer.step() inside `with model.gather_parameters():` at stage 3: leave the block first, so that "
+                "its edits count before the update"
+            )
 
     # -- reading and editing from outside --------------------------------------------------------------
 
@@ -298,7 +340,7 @@ class Unsharder:
             for bucket in buckets:
                 bucket.take_own_from_data()
             if not self._edited and self._forward_depth == 0:
-                for bucket in buckets:
+                for bucket in self._buckets:
                     self._free(bucket)
 
     def states(self) -> Mapping[int, ShardedState]:
