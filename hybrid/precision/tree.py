@@ -22,10 +22,13 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         return type(value)(map_tensors(item, function) for item in value)
     if isinstance(value, Mapping):
         # A mapping may be of a class with its own constructor (a model output): copy it, then replace the values.
-        mapped = copy.copy(value)
-        for key, item in value.items():
-            new = map_tensors(item, function)
-            if new is not item:
+        changed = {key: map_tensors(item, function) for key, item in value.items()}
+        try:
+            mapped = copy.copy(value)
+        except TypeError:  # its constructor wants its fields
+            return type(value)(**changed)
+        for key, new in changed.items():
+            if new is not value[key]:
                 mapped[key] = new  # type: ignore[index]
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -188,6 +188,8 @@ class Unsharder:
         """A forward was left by an exception: nothing runs any more."""
         self._forward_depth = 0
         self._active.clear()
+        if not shims.in_backward():
+            self._free_idle()
 
     # -- backward --------------------------------------------------------------------------------------
 

@@ -61,7 +61,12 @@ def _check_amp(choices: Mapping[str, Choice]) -> list[str]:
     """Of mixed precision; with the flag off its section is refused as a whole."""
     dtype, level, grad_dtype = (choices[name] for name in ("amp_dtype", "amp_level", "grad_dtype"))
     if dtype.value == "float16":
-        return []
+        if grad_dtype.value not in {"param", "float16"} or level.value != "O2":
+            return []
+        return [
+            f"{grad_dtype.said} with {dtype.said} and level 'O2': gradients kept in float16 cannot be unscaled "
+            "without losing their small values; use 'float32'"
+        ]
     source = dtype.said + ("" if dtype.given else " (the default)")
     problems = [
         f"{choices[name].said} does nothing with {source}, whose range needs no loss scaling; leave it out, or set "

@@ -251,6 +251,20 @@ class Section(Settings, MutableMapping[str, Any]):
             raise StrategyError(problems)
         self.assign({**dict(other), **more})
 
+    def clear(self) -> None:
+        """Every setting back to its default."""
+        for key in list(self.to_dict()):
+            del self[key]
+
+    def popitem(self) -> tuple[str, Any]:
+        """Take the last setting that was given; KeyError if none was."""
+        given = self.to_dict()
+        if not given:
+            raise KeyError("no setting was given")
+        key = list(given)[-1]
+        del self[key]
+        return key, given[key]
+
     def __repr__(self) -> str:
         return repr(self.to_dict())
 

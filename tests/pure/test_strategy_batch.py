@@ -99,6 +99,10 @@ LOSS_SCALING = {"init_loss_scaling": 1024.0, "growth_interval": 100, "growth_fac
         ),
         (stage(2, units=["Block"]), ["sharding_configs.units = ['Block'] does nothing at stage 2", "choose stage 3"]),
         (stage(1, prefetch=0), ["sharding_configs.prefetch = 0 does nothing at stage 1", "choose stage 3"]),
+        (
+            {"amp": True, "amp_configs": {"level": "O2", "dtype": "float16"}, **stage(2, grad_dtype="param")},
+            ["grad_dtype = 'param'", "cannot be unscaled", "'float32'"],
+        ),
         (stage(3, overlap_param_gather=True), ["overlap_param_gather = True does nothing at stage 3", "prefetch"]),
         *(
             (
@@ -128,7 +132,7 @@ def test_a_setting_that_would_do_nothing_is_refused_by_name(given_settings: dict
         {**stage(3, grad_reduce=2, shard_size=1, reduce_dtype="bf16"), "accumulate_steps": 2, "recompute": True},
         {"amp": True, "amp_configs": {"dtype": "fp16", "custom_fp32": ["LayerNorm"], **LOSS_SCALING}},
         {"amp": True, "amp_configs": {"level": "o2", "dtype": "bf16"}, **stage(3, grad_dtype="bfloat16")},
-        {"amp": True, "amp_configs": {"level": "O2", "dtype": "float16"}, **stage(2, grad_dtype="float16")},
+        {"amp": True, "amp_configs": {"level": "O2", "dtype": "float16"}, **stage(2, grad_dtype="float32")},
         {"recompute": True, "recompute_configs": {"units": ["h.0"], "policy": "selective", "preserve_rng": False}},
     ],
 )
