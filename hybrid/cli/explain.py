@@ -62,7 +62,7 @@ def explain(
     if strategy_file is None:
         raise typer.BadParameter("give a strategy file, or --schema", param_hint="STRATEGY_FILE")
     try:
-        told = explanation(DistributedStrategy.load(strategy_file), world_size)
+        told = explanation(DistributedStrategy.load(strategy_file, world_size=world_size), world_size)
     except StrategyError as error:
         _print_problems(error, json_output=json_output)
         raise typer.Exit(2) from None

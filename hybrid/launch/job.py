@@ -52,7 +52,7 @@ class LaunchJob:
             raise LaunchError("; ".join(problems))
         strategy = self.strategy or os.environ.get(STRATEGY_VARIABLE)
         if strategy:
-            DistributedStrategy.load(strategy).resolve(self.world_size)
+            DistributedStrategy.load(strategy, world_size=self.world_size).resolve(self.world_size)
 
     def _problems_of_nodes(self) -> list[str]:
         problems = []

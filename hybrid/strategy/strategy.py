@@ -140,13 +140,24 @@ class DistributedStrategy(Settings):
         return cls.from_dict(text_form.read_yaml(text))
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a text form; the problems of the file are named with its path."""
+    def load(cls, path: str | Path, *, world_size: int | None = None) -> Self:
+        """Read a text form; the problems of the file are named with its path.
+
+        With a world size, a file with wrong settings is told those of the right ones beside them on that world size as
+        well: all problems at once.
+        """
         source = Path(path)
         try:
-            return cls.from_dict(text_form.read_text(source))
+            settings = text_form.read_text(source)
+            loaded = cls()
+            problems = loaded.assign(settings) if isinstance(settings, Mapping) else cls.from_dict(settings).problems()
+            if problems and world_size is not None:
+                problems = [*problems, *(p for p in loaded.problems(world_size) if p not in problems)]
         except StrategyError as error:
-            raise StrategyError([f"{source}: {problem}" for problem in error.problems]) from None
+            problems = list(error.problems)
+        if problems:
+            raise StrategyError([f"{source}: {problem}" for problem in problems])
+        return loaded
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

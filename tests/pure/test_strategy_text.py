@@ -227,3 +227,22 @@ def test_the_command_prints_the_schema_and_asks_for_a_file() -> None:
     assert nothing.exit_code == 2
     assert "STRATEGY_FILE" in nothing.output
     assert "hybrid explain strategy.yaml --world-size 16" in run("--help").output
+
+
+def test_a_file_with_wrong_keys_is_told_its_wrong_degrees_as_well(tmp_path: Path) -> None:
+    """All problems at once: one misspelled key does not hide that shard_size does not divide."""
+    file = tmp_path / "strategy.yaml"
+    file.write_text("foo: 1\nsharding: true\nsharding_configs: {stage: 2, shard_size: 3}\n")
+    with pytest.raises(StrategyError) as caught:
+        DistributedStrategy.load(file, world_size=4)
+    assert len(caught.value.problems) == 2
+    assert "foo" in caught.value.problems[0]
+    assert "shard_size = 3" in caught.value.problems[1]
+
+
+def test_a_section_can_be_cleared() -> None:
+    """`clear()` and `popitem()` of a section end, and leave defaults."""
+    strategy = DistributedStrategy({"sharding": True, "sharding_configs": {"stage": 2, "bucket_bytes": 100}})
+    assert strategy.sharding_configs.popitem() == ("bucket_bytes", 100)
+    strategy.sharding_configs.clear()
+    assert strategy.sharding_configs.to_dict() == {}
