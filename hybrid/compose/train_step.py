@@ -168,14 +168,18 @@ def _check_samples_everywhere(runtime: Runtime, micro_batches: list[Any]) -> Non
     """
     if runtime.engine.unsharder is None:
         return
-    here = any(num_samples(micro_batch) == 0 for micro_batch in micro_batches)
-    if runtime.holds_anywhere(here):
-        own = "this rank has one" if here else "another rank has one"
-        raise BatchError(
-            f"an empty micro-batch at stage 3 ({own}): every rank needs a sample in each of the "
-            f"{len(micro_batches)} micro-batches, since parameters are gathered by all; use a sampler whose tail is "
-            "not empty (tail='fold'), fewer accumulate_steps, or stage 2"
-        )
+    has_samples = [float(num_samples(micro_batch) > 0) for micro_batch in micro_batches]
+    ranks_with = torch.tensor(has_samples, dtype=torch.float64, device=runtime.engine.device)
+    ops.all_reduce(ranks_with, group=runtime.mesh.world, control=True).wait()
+    for index, count in enumerate(ranks_with.tolist()):
+        if 0 < count < runtime.mesh.world_size:  # empty on every rank is fine: nobody runs a forward
+            own = "has samples" if has_samples[index] else "is empty"
+            raise BatchError(
+                f"an empty micro-batch at stage 3: number {index + 1} of {len(micro_batches)} {own} on this rank, and has "
+                f"samples on {count:.0f} of {runtime.mesh.world_size} ranks; parameters are gathered by all ranks for each "
+                "forward, so each needs a sample. Use a sampler whose tail is not empty (tail='fold'), fewer "
+                "accumulate_steps, or stage 2"
+            )
 
 
 def _choose_scaler(runtime: Runtime, scaler: Any) -> torch.amp.GradScaler | None:
