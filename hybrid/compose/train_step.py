@@ -175,9 +175,9 @@ def _check_samples_everywhere(runtime: Runtime, micro_batches: list[Any]) -> Non
         if 0 < count < runtime.mesh.world_size:  # empty on every rank is fine: nobody runs a forward
             own = "has samples" if has_samples[index] else "is empty"
             raise BatchError(
-                f"an empty micro-batch at stage 3: number {index + 1} of {len(micro_batches)} {own} on this rank, and has "
-                f"samples on {count:.0f} of {runtime.mesh.world_size} ranks; parameters are gathered by all ranks for each "
-                "forward, so each needs a sample. Use a sampler whose tail is not empty (tail='fold'), fewer "
+                f"an empty micro-batch at stage 3: number {index + 1} of {len(micro_batches)} {own} on this rank, and "
+                f"has samples on {count:.0f} of {runtime.mesh.world_size} ranks; parameters are gathered by all ranks "
+                "for each forward, so each needs a sample. Use a sampler whose tail is not empty (tail='fold'), fewer "
                 "accumulate_steps, or stage 2"
             )
 
