@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hybrid.compose.runtime import Runtime
 
 __all__ = [
+    "DATA_AXES",
     "HybridCommunicateGroup",
     "check_same_strategy",
     "ensure",
@@ -35,6 +36,7 @@ __all__ = [
     "shutdown",
 ]
 
+# Every data-parallel rank computes part of the batch: gradients are partial over these axes.
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 # Every set of axes over which a group is needed, in the order in which all ranks make them.

@@ -17,6 +17,7 @@ from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.compose import context, grad_norm
 from hybrid.compose import train_step as steps
+from hybrid.compose.context import DATA_AXES
 from hybrid.compose.model_checks import check_alike_on_all_ranks, check_grad_dtype, check_layouts, check_model
 from hybrid.compose.runtime import Runtime
 from hybrid.contracts.placement import Placement, replicated
@@ -30,9 +31,6 @@ from hybrid.sharding.units import plan_units
 from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 
 __all__ = ["DistributedModel", "distributed_model"]
-
-# Every data-parallel rank computes part of the batch: gradients are partial over these axes.
-DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = None) -> DistributedModel:

@@ -20,7 +20,7 @@ from torch import nn
 from hybrid.errors import ModelError
 from hybrid.precision.tree import map_tensors
 
-__all__ = ["autocasting", "compute_dtypes", "install_casts"]
+__all__ = ["LOW_PRECISION", "autocasting", "compute_dtypes", "install_casts"]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

@@ -23,11 +23,10 @@ import torch
 
 from hybrid.collectives import ops
 from hybrid.contracts.partition import BucketPartition, Slice
+from hybrid.precision.casting import LOW_PRECISION
 from hybrid.sharding.absence import AbsentParameter
 
 __all__ = ["Bucket", "BucketKey", "own_strides"]
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from hybrid.collectives import ops
 from hybrid.contracts.partition import PartitionKind, partition_bucket
 from hybrid.contracts.placement import Placement
 from hybrid.errors import ModelError
-from hybrid.sharding.bucket import LOW_PRECISION, Bucket, BucketKey
+from hybrid.precision.casting import LOW_PRECISION
+from hybrid.sharding.bucket import Bucket, BucketKey
 from hybrid.sharding.units import Unit, plan_buckets
 
 __all__ = ["CUT_AXES", "EngineSettings", "check_parameters", "make_buckets", "split_axes"]
