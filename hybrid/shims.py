@@ -16,6 +16,7 @@ __all__ = [
     "SCHEDULER_STEP_MARK",
     "UNSCALES_BY_ITSELF",
     "call_at_end_of_backward",
+    "give_memory",
     "in_backward",
 ]
 
@@ -52,3 +53,13 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     not run when the backward raises, so callers must also finish at their next own call.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def give_memory(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """A parameter on the meta device becomes one over `values`, the same object to everybody who holds it.
+
+    All public: `.data` cannot change the device, and a new Parameter would leave optimizers and modules with the old.
+    """
+    real = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+    vars(real).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, real)

@@ -18,12 +18,21 @@ from hybrid.collectives import ops
 from hybrid.compose import context, grad_norm
 from hybrid.compose import train_step as steps
 from hybrid.compose.context import DATA_AXES
+from hybrid.compose.initial_values import (
+    InitOrder,
+    align_values,
+    check_meta,
+    find_meta,
+    materialise,
+    move,
+    stand_ins,
+)
 from hybrid.compose.model_checks import check_alike_on_all_ranks, check_grad_dtype, check_layouts, check_model
 from hybrid.compose.runtime import Runtime
-from hybrid.contracts.placement import Placement, replicated
+from hybrid.contracts.placement import Placement, placed
 from hybrid.errors import GradientAccessError, ModelError
 from hybrid.mesh import Mesh
-from hybrid.precision.casting import autocasting, compute_dtypes, install_casts
+from hybrid.precision.casting import autocasting, cast_buffers, compute_dtypes, install_casts
 from hybrid.recompute import find_recompute_units, install_recompute
 from hybrid.sharding import state_view
 from hybrid.sharding.engine import EngineSettings, ShardingEngine
@@ -33,7 +42,9 @@ from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 __all__ = ["DistributedModel", "distributed_model"]
 
 
-def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = None) -> DistributedModel:
+def distributed_model(
+    model: nn.Module, strategy: DistributedStrategy | None = None, *, init: InitOrder | None = None
+) -> DistributedModel:
     """Rewrite `model` for training over all ranks. Returns the same object, its class extended.
 
     Starts torch.distributed if nobody has. Parameters become views into flat buckets; their values and the
@@ -42,8 +53,12 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
     (see `DistributedModel`).
 
     Args:
-        model: parameters on one device; on a machine with GPUs it is moved to this rank's GPU.
+        model: parameters on one device; on a machine with GPUs it is moved to this rank's GPU. One that was built
+            under `with torch.device("meta"):` gets its memory and its initial values here, one parameter at a time.
         strategy: what to do; None takes the one given to `hybrid.init` or, under `hybrid run --strategy`, the file.
+        init: for a model on the meta device, how its modules' own initialisation draws: "replay" (default) one
+            parameter after the other, as building the model does; "by_name" from a seed of each parameter's name,
+            which skips what this rank holds nothing of.
 
     Raises:
         StrategyError: settings that cannot work, all of them, before anything starts.
@@ -51,15 +66,17 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         ModelError: a model that cannot be trained this way; the message names the parameter.
     """
     check_model(model, wrapper=DistributedModel)
+    check_meta(model, init)
     scope = context.ensure(strategy)
     mesh, resolved = scope.mesh, scope.resolved
     check_layouts(model, resolved)
-    model.to(mesh.device)
+    move(model, mesh.device)
     parameters = dict(model.named_parameters())
     placements = _placements(model)
     units = plan_units(model, class_names=resolved.units)
     check_alike_on_all_ranks(model, mesh)
-    _align_values(model, mesh)
+    align_values(model, group=mesh.group(*DATA_AXES))
+    meta = stand_ins(find_meta(model))
     # recompute -> precision -> sharding; chunks, tensor parallel and compile will come before and between
     if resolved.recompute is not None:
         blocks = [unit.name for unit in units if not unit.is_around]
@@ -76,8 +93,14 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         coordinates={axis.name: mesh.coordinate(axis.name) for axis in mesh.layout.axes},
         group_of=lambda axes: mesh.group(*axes),
         compute_dtypes=low_dtypes,
+        device=mesh.device,
         peers=lambda: [runtime.engine.reducer for runtime in context.runtimes()],
     )
+    if meta:
+        order = init or "replay"
+        materialise(model, engine, meta, order=order, mesh=mesh, seed=resolved.seed, local_part=lambda _, value: value)
+    if resolved.amp is not None and resolved.amp.buffer_dtype != "float32":
+        cast_buffers(model, dtype=getattr(torch, resolved.amp.buffer_dtype), custom_fp32=resolved.amp.custom_fp32)
     engine.start_unsharding(model)
     runtime = Runtime(engine, mesh=mesh, strategy=resolved)
     model.__class__ = _extended(type(model))
@@ -322,7 +345,7 @@ def _placements(model: nn.Module) -> dict[str, Placement]:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
     return {
-        fqn: replicated(
+        fqn: placed(
             fqn,
             parameter.shape,
             dtype=str(parameter.dtype).removeprefix("torch."),
@@ -344,18 +367,6 @@ def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
         partition="parameter" if resolved.partition == "parameter" else "element",
         prefetch=resolved.prefetch,
     )
-
-
-def _align_values(model: nn.Module, mesh: Mesh) -> None:
-    """Give every data-parallel rank the first one's parameters and buffers."""
-    group = mesh.group(*DATA_AXES)
-    if group.size == 1:
-        return
-    for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
-        flat = tensor.detach().reshape(-1).contiguous().clone()
-        ops.broadcast(flat, source=0, group=group).wait()
-        with torch.no_grad():
-            tensor.copy_(flat.view(tensor.shape))
 
 
 def _install_precision(model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh) -> dict[str, torch.dtype]:

@@ -27,12 +27,6 @@ def check_model(model: nn.Module, *, wrapper: type[nn.Module]) -> None:
     lazy = [name for name, tensor in _named_tensors(model) if is_lazy(tensor)]
     if lazy:
         raise ModelError(f"{lazy[0]!r} has no shape yet (a lazy module); run one batch through the plain model first")
-    meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if meta:
-        raise ModelError(
-            f"{meta[0]!r} and {len(meta) - 1} more are on the meta device: building on it is not available yet; "
-            "build the model on a real device"
-        )
     taken = [name for name in vars(wrapper) if not name.startswith("__") and name in dir(model)]
     clashes = sorted(set(taken) - {*dir(nn.Module), "hybrid_runtime"})
     if clashes:

@@ -11,6 +11,9 @@ the outermost (its neighbours are far apart), the last the innermost (its groups
       pp 1  dp_shard 0  4      5        pp groups        (0 4) (1 5) (2 6) (3 7)
             dp_shard 1  6      7
 
+"tp/2" is the innermost factor 2 of the axis tp: above with tp 4 its groups would be (0 1) (2 3) within each tp group.
+Ranks that hold the same kv head form such groups.
+
 A layout takes any axis names, so that a second factorisation of the same ranks (for experts) can be another
 `Layout` beside the dense one.
 """
@@ -75,10 +78,13 @@ class Layout:
         return tuple(axis.name for axis in self.axes)
 
     def degree(self, axis: str) -> int:
-        """Size of the axis; 1 for a dense axis that this layout does not list."""
+        """Size of the axis, or of its innermost factor ("tp/2"); 1 for a dense axis that this layout does not list."""
+        name, factor = _split(axis)
         for listed in self.axes:
-            if listed.name == axis:
-                return listed.size
+            if listed.name == name:
+                if factor is not None and listed.size % factor:
+                    raise ValueError(f"axis {axis!r}: {factor} does not divide the size {listed.size} of {name!r}")
+                return listed.size if factor is None else factor
         if axis in AXES:
             return 1
         raise ValueError(f"no axis {axis!r}; this layout has {', '.join(self.axis_names)}")
@@ -111,29 +117,46 @@ class Layout:
         """
         varied = self._varied(axes)
         start = self.coordinate(rank)
-        places = (range(axis.size) if axis.name in varied else (start[axis.name],) for axis in self.axes)
+        places = []
+        for axis in self.axes:
+            size = varied.get(axis.name, 1)  # of the block of places that holds this rank's own
+            first = start[axis.name] // size * size
+            places.append(range(first, first + size))
         return tuple(self.rank_of(**dict(zip(self.axis_names, place, strict=True))) for place in product(*places))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`: each rank is in exactly one; ordered by their lowest rank."""
+        axes = tuple(axes) if not isinstance(axes, str) else axes
         varied = self._varied(axes)
-        heads = product(*(range(1 if axis.name in varied else axis.size) for axis in self.axes))
+        heads = product(*(range(0, axis.size, varied.get(axis.name, 1)) for axis in self.axes))
         return tuple(
-            self.group_ranks(self.rank_of(**dict(zip(self.axis_names, head, strict=True))), varied) for head in heads
+            self.group_ranks(self.rank_of(**dict(zip(self.axis_names, head, strict=True))), axes) for head in heads
         )
 
     def describe(self) -> str:
         """`pp 2 × dp_shard 4`, outer to inner, axes of size 1 left out."""
         return " × ".join(str(axis) for axis in self.axes if axis.size > 1) or "one process"
 
-    def _varied(self, axes: Iterable[str]) -> frozenset[str]:
+    def _varied(self, axes: Iterable[str]) -> dict[str, int]:
+        """Axis -> how many neighbouring places of it are in the group."""
         if isinstance(axes, str):
             raise ValueError(f"axes must be a sequence of names, got the text {axes!r}; write ({axes!r},)")
-        varied = frozenset(axes)
-        for name in varied:
-            self.degree(name)  # refuses a name that is no axis
+        varied: dict[str, int] = {}
+        for axis in axes:
+            size = self.degree(axis)  # refuses a name that is no axis
+            name = _split(axis)[0]
+            varied[name] = max(size, varied.get(name, 1))
         return varied
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in 0..{self.world_size - 1} (world_size {self.world_size})")
+
+
+def _split(axis: str) -> tuple[str, int | None]:
+    name, slash, factor = axis.partition("/")
+    if not slash:
+        return name, None
+    if not factor.isdecimal() or int(factor) < 1:
+        raise ValueError(f"axis {axis!r}: the factor behind the slash must be a whole number of at least 1")
+    return name, int(factor)

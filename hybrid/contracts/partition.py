@@ -1,7 +1,8 @@
 """Which element range of which parameter lies in which rank's shard of a bucket.
 
-A bucket is one flat buffer. Each parameter starts at a multiple of `ALIGNMENT_BYTES`; the buffer is cut into
-one contiguous range per rank of the shard group. Two kinds of cut exist:
+A bucket is one flat buffer. Each parameter starts at a multiple of `ALIGNMENT_BYTES` (in a small bucket of
+`SMALL_ALIGNMENT_BYTES`, else gaps would be most of it and leave ranks without a share); the buffer is cut into one
+contiguous range per rank of the shard group. Two kinds of cut exist:
 
     element     equal ranges, wherever they fall:    |--a--|---b---|-c-|..|
                                                      |  rank 0  |  rank 1 |
@@ -17,9 +18,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ALIGNMENT_BYTES", "BucketPartition", "Entry", "PartitionKind", "Slice", "partition_bucket"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "SMALL_ALIGNMENT_BYTES",
+    "BucketPartition",
+    "Entry",
+    "PartitionKind",
+    "Slice",
+    "alignment_bytes",
+    "partition_bucket",
+]
 
 ALIGNMENT_BYTES = 128
+SMALL_ALIGNMENT_BYTES = 16
 
 PartitionKind = Literal["element", "parameter"]
 
@@ -122,7 +133,8 @@ def partition_bucket(
     """
     if num_shards < 1 or element_bytes < 1:
         raise ValueError(f"num_shards={num_shards} and element_bytes={element_bytes} must be at least 1")
-    align = max(1, ALIGNMENT_BYTES // element_bytes)
+    total_bytes = sum(num_elements for _, num_elements in sizes) * element_bytes
+    align = max(1, alignment_bytes(total_bytes, num_shards=num_shards) // element_bytes)
     if kind == "element":
         entries, end = _lay_out(sizes, start=0, align=align)
         shard = _round_up(-(-end // num_shards), align)
@@ -130,6 +142,11 @@ def partition_bucket(
     if kind == "parameter":
         return _partition_whole(sizes, num_shards=num_shards, align=align, loads=loads)
     raise ValueError(f"unknown partition kind {kind!r}; known: 'element', 'parameter'")
+
+
+def alignment_bytes(total_bytes: int, *, num_shards: int) -> int:
+    """The boundaries in a bucket of so many bytes: wide ones from 2 KiB per shard on."""
+    return ALIGNMENT_BYTES if total_bytes >= 16 * ALIGNMENT_BYTES * num_shards else SMALL_ALIGNMENT_BYTES
 
 
 def _partition_whole(

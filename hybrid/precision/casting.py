@@ -4,6 +4,8 @@
     O2   parameters are low precision, with fp32 masters in the optimizer; autocast for the rest. torch's own
          normalisation layers keep fp32 parameters and compute in fp32
 
+Buffers stay as they are, unless a dtype is given for them (`cast_buffers`).
+
 Modules named in `custom_fp32` keep fp32 parameters and compute without autocast: their inputs are cast to fp32, and
 their outputs back where the inputs came in low precision. The model's own outputs are cast to fp32, so that a loss
 outside the model is computed in fp32.
@@ -20,7 +22,7 @@ from torch import nn
 from hybrid.errors import ModelError
 from hybrid.precision.tree import map_tensors
 
-__all__ = ["LOW_PRECISION", "autocasting", "compute_dtypes", "install_casts"]
+__all__ = ["LOW_PRECISION", "autocasting", "cast_buffers", "compute_dtypes", "install_casts"]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -45,6 +47,53 @@ def compute_dtypes(model: nn.Module, *, dtype: torch.dtype, custom_fp32: Sequenc
         if parameter.dtype == torch.float32 and in_fp32 == {False}:
             result[fqn] = dtype
     return result
+
+
+def cast_buffers(model: nn.Module, *, dtype: torch.dtype, custom_fp32: Sequence[str]) -> None:
+    """Give every floating point buffer `dtype`, but those of `custom_fp32` and of torch's normalisation layers.
+
+    State dicts keep the types that the buffers had: a file is the plain model's. A tensor that is registered at
+    several places stays one; buffers that are views of others part from them, as under `model.to(dtype)`.
+
+    Raises:
+        ModelError: no buffer would change; a buffer that belongs to an fp32 module and to another one.
+    """
+    kept = [*_fp32_modules(model, custom_fp32), *_norms(model)]
+    places: dict[int, list[str]] = {}
+    before: dict[str, torch.dtype] = {}
+    for fqn, buffer in model.named_buffers(remove_duplicate=False):
+        # Types of one byte hold codes of quantised values: they are numbers only together with their scales.
+        if buffer.is_floating_point() and buffer.dtype.itemsize > 1 and buffer.dtype != dtype:
+            places.setdefault(id(buffer), []).append(fqn)
+            before[fqn] = buffer.dtype
+    chosen = {id_: fqns for id_, fqns in places.items() if not all(_inside(fqn, kept) for fqn in fqns)}
+    for fqns in chosen.values():
+        if any(_inside(fqn, kept) for fqn in fqns):
+            raise ModelError(
+                f"buffer {fqns} is one tensor, in a module that keeps fp32 (custom_fp32, or a normalisation layer) at "
+                "one place and not at another; list both in custom_fp32"
+            )
+    name = str(dtype).removeprefix("torch.")
+    if not chosen:
+        stay = f"; {sorted(before)} belong to custom_fp32 or to normalisation layers, and stay" if before else ""
+        raise ModelError(
+            f"amp_configs.buffer_dtype = {name!r} would change no buffer of this model{stay}. Leave it out"
+        )
+    for fqns in chosen.values():
+        buffer = model.get_buffer(fqns[0])
+        buffer.data = buffer.data.to(dtype)  # the same object, for whoever else holds it
+    model.register_state_dict_post_hook(
+        _types_as_before({fqn: before[fqn] for fqns in chosen.values() for fqn in fqns})
+    )
+
+
+def _types_as_before(before: dict[str, torch.dtype]) -> Callable[..., None]:
+    def widen(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for fqn, dtype in before.items():
+            if prefix + fqn in state:  # one that is not persistent is not
+                state[prefix + fqn] = state[prefix + fqn].to(dtype)
+
+    return widen
 
 
 def install_casts(model: nn.Module, *, custom_fp32: Sequence[str], norms: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hybrid.sharding.metadata import METADATA_CALLS
+from hybrid.metadata import METADATA_CALLS
 
 __all__ = ["AbsentParameter", "Keeper", "mark_absent", "mark_present"]
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.contracts.partition import BucketPartition, Slice
 from hybrid.precision.casting import LOW_PRECISION
@@ -31,11 +32,16 @@ __all__ = ["Bucket", "BucketKey", "own_strides"]
 
 @dataclass(frozen=True, slots=True)
 class BucketKey:
-    """What all parameters of a bucket share. `sync_axes`: mesh axes over which gradients are summed."""
+    """What all parameters of a bucket share.
+
+    sync_axes: mesh axes over which gradients are summed.
+    copy_axes: mesh axes over which other ranks hold the same parameters: one of them counts them in a norm.
+    """
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
     sync_axes: tuple[str, ...]
+    copy_axes: tuple[str, ...] = ()
 
 
 def own_strides(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -66,14 +72,16 @@ class Bucket:
         parameters: Sequence[torch.nn.Parameter],
         shard: int,
         counts: bool,
+        device: torch.device,
         cut_parameters: bool = False,
     ) -> None:
         """
         Args:
             index: position in the launch order.
-            parameters: in the order of `partition.entries`.
+            parameters: in the order of `partition.entries`; one on the meta device gets its values by `store`.
             counts: whether this rank counts its shard in sums over the world (one copy of each element does).
-            cut_parameters: keep the own shard apart from `data`, so that `data` can be freed (stage 3).
+            device: where the buffers are.
+            cut_parameters: keep the own shard apart from `data`, which is freed at once (stage 3).
         """
         self.index = index
         self.key = key
@@ -83,25 +91,24 @@ class Bucket:
         self.counts = counts
         self.fqns = tuple(entry.fqn for entry in partition.entries)
         self.position_of = {fqn: position for position, fqn in enumerate(self.fqns)}
-        device = self.parameters[0].device
         self.data = torch.zeros(partition.num_elements, dtype=key.dtype, device=device)
         self._shapes = tuple((tuple(p.shape), own_strides(p)) for p in self.parameters)
         trainable = any(parameter.requires_grad for parameter in self.parameters)
-        # Masters come from the values as given, not from their low-precision copies.
-        wants_master = key.dtype in LOW_PRECISION and trainable
-        precise = torch.zeros(partition.num_elements, device=device) if wants_master else None
-        for position, parameter in enumerate(self.parameters):
-            view = self.view(self.data, position)
-            view.copy_(parameter.detach())
-            if precise is not None:
-                self.view(precise, position).copy_(parameter.detach())
-            parameter.data = view
-        self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
         self.slices = partition.slices(shard)
         self.slice_of: dict[str, Slice] = {part.fqn: part for part in self.slices}
         self.low, self.high = partition.bounds[shard], partition.bounds[shard + 1]
-        self.cut = self.data[self.low : self.high].clone() if cut_parameters else None
-        self.master = None if precise is None else precise[self.low : self.high].clone()
+        own_elements = self.high - self.low
+        self.cut = torch.zeros(own_elements, dtype=key.dtype, device=device) if cut_parameters else None
+        wants_master = key.dtype in LOW_PRECISION and trainable
+        self.master = torch.zeros(own_elements, device=device) if wants_master else None
+        for position, parameter in enumerate(self.parameters):
+            view = self.view(self.data, position)
+            if parameter.is_meta:
+                shims.give_memory(parameter, view)
+            else:
+                self.store(position, parameter.detach())
+                parameter.data = view
+        self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
         self._data_bytes = self.data.untyped_storage().nbytes()
         self._own_sizes, self._own_shapes = self._split_plan()
         gaps = [torch.arange(begin, end, device=device) for begin, end in partition.gaps()]
@@ -116,6 +123,8 @@ class Bucket:
         self.has_gradient = [False] * len(self.parameters)
         self.shown = [False] * len(self.parameters)  # whether our handle stands in `p.grad`: then None means dropped
         self.has_gradient_anywhere = [False] * len(self.parameters)
+        if self.cut is not None:
+            self.free_data()
 
     def _split_plan(self) -> tuple[list[int], list[tuple[int, ...] | None]]:
         """Sizes (gap, slice, gap, slice, ..., gap) of the own shard, and each slice's shape; None if it is strided."""
@@ -172,14 +181,32 @@ class Bucket:
         if self.cut is not None and not torch.equal(self.data[self.low : self.high], self.cut):
             self.take_own_from_data()
 
+    def store(self, position: int, value: torch.Tensor) -> None:
+        """Give one parameter its whole value: own shard, master in the precision given, and the buffer if it is there.
+
+        Only the own part is copied beside the buffer, so that a parameter at a time can come from elsewhere.
+        """
+        if self.data.untyped_storage().nbytes():
+            self.view(self.data, position).copy_(value)
+        if self.cut is not None:
+            self._store_own(self.cut, position, value)
+        self.set_master(position, value)
+
     def set_master(self, position: int, value: torch.Tensor) -> None:
         """Give the master of one parameter its value in full precision."""
+        if self.master is not None:
+            self._store_own(self.master, position, value)
+
+    def _store_own(self, shard_buffer: torch.Tensor, position: int, value: torch.Tensor) -> None:
         part = self.slice_of.get(self.fqns[position])
-        if self.master is None or part is None:
+        if part is None:
             return
-        flat = torch.zeros(self.partition.num_elements, device=self.master.device)
-        self.view(flat, position).copy_(value)
-        self.slice_view(self.master, part).copy_(self.slice_view(flat[self.low : self.high], part))
+        shape, strides = self._shapes[position]
+        if value.stride() != strides:
+            value = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+        in_order = value.as_strided((value.numel(),), (1,))
+        begin = part.offset_elements - self.low
+        shard_buffer[begin : begin + part.num_elements].copy_(in_order[part.start : part.stop])
 
     def write_back_master(self) -> None:
         """After an update: the parameters' dtype follows the master."""

@@ -40,7 +40,7 @@ class ShardingEngine:
         coordinates: this rank's coordinate on each mesh axis.
         group_of: axes -> group of the ranks that differ from this one on these axes alone.
         compute_dtypes: fqn -> lower dtype that a parameter gets; its fp32 master keeps the values as given.
-
+        device: where the buffers are; None: where the parameters are. Those on the meta device get values by `store`.
         peers: the reducers of all models trained in this process, in the order of their wrapping.
 
     Raises:
@@ -57,6 +57,7 @@ class ShardingEngine:
         coordinates: Mapping[str, int],
         group_of: Callable[[tuple[str, ...]], ops.Group],
         compute_dtypes: Mapping[str, torch.dtype] | None = None,
+        device: torch.device | None = None,
         peers: Callable[[], Sequence[Reducer]] = tuple,
     ) -> None:
         self.settings = settings
@@ -64,7 +65,7 @@ class ShardingEngine:
         self.placements = dict(placements)
         check_parameters(self.parameters, placements)
         self._trainable = {fqn: p for fqn, p in self.parameters.items() if p.requires_grad}
-        self.device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        self.device = device or next((p.device for p in self.parameters.values()), torch.device("cpu"))
         wide = any(p.dtype == torch.float64 for p in self.parameters.values())
         self.result_dtype = torch.float64 if wide else torch.float32  # of losses and norms that users get
         self.fqn_of = {id(parameter): fqn for fqn, parameter in self.parameters.items()}
@@ -117,6 +118,7 @@ class ShardingEngine:
             coordinates=self._coordinates,
             group_of=self._group_of,
             compute_dtypes=self._compute_dtypes,
+            device=self.device,
             first_index=first_index,
         )
 
@@ -133,8 +135,6 @@ class ShardingEngine:
         cut = [bucket for bucket in self.all_buckets() if bucket.cut is not None]
         if not cut:
             return
-        for bucket in cut:
-            bucket.take_own_from_data()
         self.unsharder = Unsharder(
             model,
             self.all_buckets(),
@@ -142,7 +142,6 @@ class ShardingEngine:
             unit_names=[unit.name for unit in self._units if not unit.is_around],
             prefetch=self.settings.prefetch,
         )
-        self.unsharder.free_all()
 
     def all_buckets(self) -> tuple[Bucket, ...]:
         """Those with gradients first, then those of frozen parameters (stage 3 only)."""

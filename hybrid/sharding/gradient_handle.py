@@ -14,7 +14,7 @@ import torch
 
 from hybrid import shims
 from hybrid.errors import GradientAccessError
-from hybrid.sharding.metadata import METADATA_CALLS
+from hybrid.metadata import METADATA_CALLS
 
 __all__ = ["GradientHandle", "Unscaler"]
 

@@ -55,6 +55,7 @@ def make_buckets(
     coordinates: Mapping[str, int],
     group_of: Callable[[tuple[str, ...]], ops.Group],
     compute_dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
     first_index: int = 0,
 ) -> tuple[Bucket, ...]:
     """Put `parameters` (all trainable, or all frozen) into buckets, in launch order: reverse registration.
@@ -100,6 +101,7 @@ def make_buckets(
                 parameters=[parameters[entry.fqn] for entry in partition.entries],
                 shard=group.rank,
                 counts=placements[fqns[0]].is_owner(coordinates, cut),
+                device=device,
                 cut_parameters=settings.zero_stage == 3 and group.size > 1,
             )
         )
@@ -110,13 +112,15 @@ def _key(dtype: torch.dtype, placement: Placement, settings: EngineSettings) -> 
     grad_dtype = dtype
     if dtype in LOW_PRECISION and settings.grad_dtype != "param":
         grad_dtype = getattr(torch, settings.grad_dtype)
-    return BucketKey(dtype=dtype, grad_dtype=grad_dtype, sync_axes=placement.partial_axes)
+    return BucketKey(
+        dtype=dtype, grad_dtype=grad_dtype, sync_axes=placement.partial_axes, copy_axes=placement.copy_axes
+    )
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Placement]) -> None:
     """Raises ModelError: a parameter without a record, several devices, or two parameters over the same memory."""
     problems = [f"{fqn}: no placement record" for fqn in parameters if fqn not in placements]
-    devices = {parameter.device for parameter in parameters.values()}
+    devices = {parameter.device for parameter in parameters.values() if not parameter.is_meta}
     if len(devices) > 1:
         listed = ", ".join(sorted(f"{fqn} on {p.device}" for fqn, p in list(parameters.items())[:4]))
         problems.append(f"parameters lie on {len(devices)} devices ({listed}, ...): move the model to one device")

@@ -66,7 +66,7 @@ class Unsharder:
         self._buckets = tuple(buckets)
         self._groups = tuple(groups)
         self._prefetch = prefetch
-        self._state = [ShardedState.WHOLE] * len(self._buckets)
+        self._state = [ShardedState.FREED] * len(self._buckets)
         self._handles: dict[int, ops.Handle] = {}
         self._fqn_of = {id(p): fqn for bucket in buckets for fqn, p in zip(bucket.fqns, bucket.parameters, strict=True)}
         self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
@@ -85,6 +85,8 @@ class Unsharder:
         self._order: list[str] = []  # units in the order in which their forwards began, last pass
         self._this_pass: list[str] = []
         self.peak_whole = 0
+        for bucket in self._buckets:
+            mark_absent(bucket.parameters, self)
         model.register_forward_pre_hook(self._before_model, prepend=True)
         model.register_forward_hook(self._after_model, always_call=True)
         for name in self._units:

@@ -44,6 +44,7 @@ _DETAILS = {
         "amp_dtype",
         "amp_level",
         "amp_custom_fp32",
+        "amp_buffer_dtype",
         "amp_init_loss_scaling",
         "amp_growth_interval",
         "amp_growth_factor",
@@ -188,6 +189,8 @@ def _value(name: str, choice: Choice, choices: Mapping[str, Choice]) -> str:
         return "not used at stage 3"
     if name in LOSS_SCALING and choices["amp_dtype"].value != "float16":
         return f"not used with {choices['amp_dtype'].value}"
+    if name == "amp_buffer_dtype" and value == "float32":
+        return "as the model"
     if name == "recompute_units" and value is None and choices["units"].value is not None:
         return "as units of sharding"
     if value is None:

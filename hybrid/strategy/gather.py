@@ -55,6 +55,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "amp_dtype": ("amp_configs.dtype",),
     "amp_level": ("amp_configs.level",),
     "amp_custom_fp32": ("amp_configs.custom_fp32",),
+    "amp_buffer_dtype": ("amp_configs.buffer_dtype",),
     "amp_init_loss_scaling": ("amp_configs.init_loss_scaling",),
     "amp_growth_interval": ("amp_configs.growth_interval",),
     "amp_growth_factor": ("amp_configs.growth_factor",),

@@ -177,6 +177,7 @@ def amp_settings(value: Mapping[str, Any]) -> AmpSettings | None:
         dtype=value["amp_dtype"],
         level=value["amp_level"],
         custom_fp32=tuple(value["amp_custom_fp32"] or ()),
+        buffer_dtype=value["amp_buffer_dtype"],
         init_loss_scaling=value["amp_init_loss_scaling"],
         growth_interval=value["amp_growth_interval"],
         growth_factor=value["amp_growth_factor"],

@@ -33,6 +33,8 @@ class AmpSettings:
     dtype: Literal["bfloat16", "float16"]
     level: Literal["O1", "O2"]
     custom_fp32: tuple[str, ...]
+    buffer_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """`float32` leaves the buffers as the model has them."""
     init_loss_scaling: float
     growth_interval: int
     growth_factor: float
@@ -40,8 +42,9 @@ class AmpSettings:
 
     def __str__(self) -> str:
         kept = f", {', '.join(self.custom_fp32)} in float32" if self.custom_fp32 else ""
+        buffers = f", buffers in {self.buffer_dtype}" if self.buffer_dtype != "float32" else ""
         scale = f", loss scale from {self.init_loss_scaling:g}" if self.dtype == "float16" else ""
-        return f"{self.dtype} {self.level}{kept}{scale}"
+        return f"{self.dtype} {self.level}{kept}{buffers}{scale}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

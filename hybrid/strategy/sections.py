@@ -14,6 +14,7 @@ from hybrid.strategy.values import (
     AmpDtype,
     BackoffFactor,
     Boolean,
+    BufferDtype,
     ByteCount,
     Count,
     Degree,
@@ -138,6 +139,8 @@ class AmpConfigs(Section):
     """O1 casts in each operation; O2 keeps low-precision weights and fp32 masters."""
     custom_fp32: Names | None = None
     """Names or classes of the modules that compute in fp32."""
+    buffer_dtype: BufferDtype = "float32"
+    """Type of the model's floating point buffers; `float32` leaves them as the model has them."""
     init_loss_scaling: LossScale = 65536.0
     """First loss scale (float16 only, as the three that follow; `train_batch`)."""
     growth_interval: Count = 2000

@@ -21,6 +21,7 @@ __all__ = [
     "AmpDtype",
     "BackoffFactor",
     "Boolean",
+    "BufferDtype",
     "ByteCount",
     "Count",
     "Degree",
@@ -255,6 +256,10 @@ BackoffFactor = Annotated[
     WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1, "examples": [0.25]}),
 ]
 AmpDtype = Annotated[Literal["bfloat16", "float16"], BeforeValidator(_read_amp_dtype)]
+BufferDtype = Annotated[
+    Literal["float32", "bfloat16", "float16"],
+    BeforeValidator(one_of("float32", "bfloat16", "float16", synonyms=_DTYPES)),
+]
 GradDtype = Annotated[
     Literal["float32", "bfloat16", "float16", "param"],
     BeforeValidator(one_of("float32", "bfloat16", "float16", "param", synonyms=_DTYPES)),

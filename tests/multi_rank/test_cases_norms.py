@@ -167,3 +167,45 @@ def check_precise_norm() -> None:
 def test_bc06_the_norm_of_many_elements_is_exact() -> None:
     """Fault of the same kind: squares added in fp32 lose a percent over a large model."""
     run_ranks(check_precise_norm, 2)
+
+
+MANY = 130_000_000
+
+
+class OneGradient(nn.Module):
+    """One weight, whose gradient is 0.1 everywhere. Its forward costs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(MANY))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def check_many_elements(stage: int) -> None:
+    with variant(stage=stage) as strategy:
+        model, _ = wrapped(OneGradient(), sgd, strategy)
+        tenth = torch.tensor(0.1)
+        model().backward(tenth.expand(MANY))
+        wanted = float(tenth.double()) * math.sqrt(MANY)
+        for _ in range(2):
+            norm = model.clip_grad_norm_(math.inf)
+            assert abs(norm.item() / wanted - 1) < 1e-6, f"norm {norm.item()}, not {wanted}"
+        if dist.get_world_size() == 1:
+            # What the blocks of fp64 sums are for: torch's own norm of the same gradient loses a percent.
+            model.zero_grad()
+            plain = torch.linalg.vector_norm(torch.full((MANY,), 0.1)).item()
+            assert abs(plain / wanted - 1) > 1e-3
+
+
+@pytest.mark.slow
+def test_bc06_the_norm_of_a_hundred_million_elements_is_exact() -> None:
+    """Fault of the same kind: squares added in fp32 stop growing, and the clip lets too much through."""
+    run_ranks(check_many_elements, 1, 0)
+
+
+@pytest.mark.full
+def test_bc06_the_norm_of_a_hundred_million_elements_is_exact_over_shards() -> None:
+    """The same over two ranks; apart from the default run for its memory, of about 2 GB a rank."""
+    run_ranks(check_many_elements, 2, 1)

@@ -102,3 +102,14 @@ def test_nonsense_is_refused_with_both_numbers(make: object, words: list[str]) -
     with pytest.raises(ValueError) as caught:
         make()  # type: ignore[operator]
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_factor_of_an_axis_groups_neighbours() -> None:
+    """Protects kv heads that fewer ranks than tp share: their gradients are summed over these ranks and no others."""
+    layout = Layout.of(dp_shard=2, tp=4)
+    assert layout.groups(("tp/2",)) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert layout.groups(("dp_shard", "tp/2")) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert layout.degree("tp/2") == 2
+    for wrong in ("tp/3", "tp/0", "tp/x"):
+        with pytest.raises(ValueError, match="axis 'tp/"):
+            layout.degree(wrong)

@@ -14,6 +14,7 @@ from hybrid.contracts.partition import (
     Entry,
     PartitionKind,
     Slice,
+    alignment_bytes,
     partition_bucket,
 )
 
@@ -74,13 +75,24 @@ def test_a_slice_lies_where_its_parameter_and_its_shard_say(sizes: Sizes, num_sh
 
 
 @given(all_sizes(), SHARDS, KIND, ELEMENT_BYTES)
-def test_parameters_and_shards_start_at_multiples_of_128_bytes(
+def test_parameters_and_shards_start_at_aligned_bytes(
     sizes: Sizes, num_shards: int, kind: PartitionKind, element_bytes: int
 ) -> None:
     """Protects the alignment that vectorised kernels and collectives need, whatever the element size."""
     partition = cut(sizes, num_shards, kind, element_bytes)
     starts = [entry.offset_elements for entry in partition.entries] + list(partition.bounds)
-    assert all(start * element_bytes % ALIGNMENT_BYTES == 0 for start in starts)
+    total_bytes = element_bytes * sum(num_elements for _, num_elements in sizes)
+    boundary = alignment_bytes(total_bytes, num_shards=num_shards)
+    assert boundary in {16, 128}
+    assert all(start * element_bytes % boundary == 0 for start in starts)
+
+
+def test_a_small_bucket_gives_every_shard_its_share() -> None:
+    """Protects a small model's ranks from a state that one of them holds alone (gaps of 128 bytes were most of it)."""
+    partition = partition_bucket([("weight", 24), ("bias", 4)], num_shards=2, element_bytes=4)
+    held = [sum(part.num_elements for part in partition.slices(shard)) for shard in range(2)]
+    assert held == [16, 12]
+    assert alignment_bytes(16 * 128 * 2, num_shards=2) == 128
 
 
 @given(all_sizes(), SHARDS, KIND)
@@ -165,19 +177,19 @@ def test_kind_element_as_a_table() -> None:
     partition = cut([("a", 3), ("b", 40), ("c", 1)], 2, "element")
     assert partition.entries == (
         Entry(fqn="a", offset_elements=0, num_elements=3),
-        Entry(fqn="b", offset_elements=32, num_elements=40),
-        Entry(fqn="c", offset_elements=96, num_elements=1),
+        Entry(fqn="b", offset_elements=4, num_elements=40),
+        Entry(fqn="c", offset_elements=44, num_elements=1),
     )
-    assert partition.bounds == (0, 64, 128)
-    assert partition.gaps() == ((3, 32), (72, 96), (97, 128))
-    assert partition.padding_elements == 84
+    assert partition.bounds == (0, 24, 48)
+    assert partition.gaps() == ((3, 4), (45, 48))
+    assert partition.padding_elements == 4
     assert partition.slices(0) == (
         Slice(fqn="a", start=0, stop=3, offset_elements=0),
-        Slice(fqn="b", start=0, stop=32, offset_elements=32),
+        Slice(fqn="b", start=0, stop=20, offset_elements=4),
     )
     assert partition.slices(1) == (
-        Slice(fqn="b", start=32, stop=40, offset_elements=64),
-        Slice(fqn="c", start=0, stop=1, offset_elements=96),
+        Slice(fqn="b", start=20, stop=40, offset_elements=24),
+        Slice(fqn="c", start=0, stop=1, offset_elements=44),
     )
 
 
@@ -186,15 +198,15 @@ def test_kind_parameter_as_a_table() -> None:
     partition = cut([("a", 3), ("b", 40), ("c", 1)], 2, "parameter")
     assert partition.entries == (
         Entry(fqn="b", offset_elements=0, num_elements=40),
-        Entry(fqn="a", offset_elements=64, num_elements=3),
-        Entry(fqn="c", offset_elements=96, num_elements=1),
+        Entry(fqn="a", offset_elements=40, num_elements=3),
+        Entry(fqn="c", offset_elements=44, num_elements=1),
     )
-    assert partition.bounds == (0, 64, 128)
+    assert partition.bounds == (0, 40, 48)
     assert partition.slices(0) == (Slice(fqn="b", start=0, stop=40, offset_elements=0),)
     assert [part.fqn for part in partition.slices(1)] == ["a", "c"]
     # Ranks that get nothing have an empty shard.
     alone = cut([("a", 3)], 3, "parameter")
-    assert alone.bounds == (0, 32, 32, 32)
+    assert alone.bounds == (0, 4, 4, 4)
     assert [alone.slices(shard) for shard in (1, 2)] == [(), ()]
 
 
@@ -202,7 +214,7 @@ def test_loads_of_earlier_buckets_decide_who_gets_the_next() -> None:
     """Protects the balance over buckets: rank 0 already owns 100 elements, so rank 1 gets this one."""
     loads = [100, 0]
     partition = partition_bucket([("a", 7)], num_shards=2, element_bytes=4, kind="parameter", loads=loads)
-    assert partition.bounds == (0, 0, 32)
+    assert partition.bounds == (0, 0, 8)
     assert loads == [100, 7]
 
 

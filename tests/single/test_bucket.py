@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid.contracts.partition import ALIGNMENT_BYTES, PartitionKind, partition_bucket
+from hybrid.contracts.partition import SMALL_ALIGNMENT_BYTES, PartitionKind, partition_bucket
 from hybrid.sharding.bucket import Bucket, BucketKey, own_strides
 
 
@@ -49,7 +49,9 @@ def bucket_of(
         kind=kind,
     )
     ordered = [parameters[entry.fqn] for entry in partition.entries]
-    return Bucket(index=0, key=key, partition=partition, parameters=ordered, shard=shard, counts=True)
+    return Bucket(
+        index=0, key=key, partition=partition, parameters=ordered, shard=shard, counts=True, device=torch.device("cpu")
+    )
 
 
 def every_form() -> dict[str, nn.Parameter]:
@@ -73,7 +75,7 @@ def test_parameters_keep_their_values_and_lie_inside_the_flat_buffer(num_shards:
             continue
         assert low <= parameter.data_ptr() < high, entry.fqn
         assert parameter.data_ptr() == low + entry.offset_elements * 4, entry.fqn
-        assert (parameter.data_ptr() - low) % ALIGNMENT_BYTES == 0, entry.fqn
+        assert (parameter.data_ptr() - low) % SMALL_ALIGNMENT_BYTES == 0, entry.fqn
         parameter.detach().fill_(77.0)
         flat = bucket.data[entry.offset_elements : entry.offset_elements + entry.num_elements]
         assert torch.equal(flat, torch.full_like(flat, 77.0)), entry.fqn

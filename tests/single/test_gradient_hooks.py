@@ -30,7 +30,13 @@ class Hooked:
         key = BucketKey(dtype=torch.float32, grad_dtype=torch.float32, sync_axes=("dp_shard",))
         partition = partition_bucket([(n, p.numel()) for n, p in parameters.items()], num_shards=1, element_bytes=4)
         self.bucket = Bucket(
-            index=0, key=key, partition=partition, parameters=list(parameters.values()), shard=0, counts=True
+            index=0,
+            key=key,
+            partition=partition,
+            parameters=list(parameters.values()),
+            shard=0,
+            counts=True,
+            device=torch.device("cpu"),
         )
         self.reducer = Reducer([self.bucket], groups=[(alone(), alone())], overlap=True)
 

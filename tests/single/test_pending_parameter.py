@@ -53,7 +53,15 @@ class World:
             [(f"b{index}.p{place}", p.numel()) for place, p in enumerate(parameters)], num_shards=2, element_bytes=4
         )
         key = BucketKey(dtype=torch.float32, grad_dtype=torch.float32, sync_axes=("dp_shard",))
-        return Bucket(index=index, key=key, partition=partition, parameters=parameters, shard=0, counts=True)
+        return Bucket(
+            index=index,
+            key=key,
+            partition=partition,
+            parameters=parameters,
+            shard=0,
+            counts=True,
+            device=torch.device("cpu"),
+        )
 
     def send(self) -> None:
         self.gather.start(self.buckets)

@@ -1,0 +1,183 @@
+"""While a model on the meta device initialises itself, each parameter is there whole for as long as it is written.
+
+A parameter of such a model has a shape and no values. Inside `Writing`, a call that uses one (`weight.normal_()`,
+`nn.init.zeros_(bias)`) gets a real tensor of the whole parameter in its place; as soon as another one is used, the
+values go to `keep`, which takes what this rank holds, and the tensor is gone. So a rank never has more than one whole
+parameter beside its shards, whatever the initialisation does, and the random numbers are drawn in its own order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from hybrid.errors import ModelError
+from hybrid.metadata import METADATA_CALLS
+
+__all__ = ["Target", "Writing"]
+
+# Asked of the place where values are computed: an initialisation may leave a tensor on the meta device alone.
+_DEVICE_CALLS: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in ("device", "is_meta", "is_cuda", "is_cpu")]
+    + [torch.Tensor.get_device]
+)
+
+# What gives every element of its first argument a value, whatever it was.
+_OVERWRITES = {"uniform_", "normal_", "zero_", "zeros_", "fill_", "ones_", "constant_", "copy_", "exponential_"}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Target:
+    """A parameter or buffer that waits for its values.
+
+    Args:
+        fqn: its name.
+        tensor: the object in the model, whatever memory it has by now.
+        stand_in: a tensor on the meta device with the shape, strides and dtype of the whole.
+        device: where its values are computed.
+        keep: called with the whole values.
+        wanted: whether this rank holds any of it; else `by_name` does not compute it at all.
+        stays: keep the values until the end (buffers, which may be written in several passes).
+    """
+
+    fqn: str
+    tensor: torch.Tensor
+    stand_in: torch.Tensor
+    device: torch.device
+    keep: Callable[[torch.Tensor], None]
+    wanted: bool = True
+    stays: bool = False
+    value: torch.Tensor | None = field(default=None, init=False)
+    is_muted: bool = field(default=False, init=False)
+    is_written: bool = field(default=False, init=False)
+
+    def allocate(self) -> torch.Tensor:
+        """Fresh memory in which every element is marked as not written."""
+        shape, dtype = self.stand_in.shape, self.stand_in.dtype
+        unset: float | int | bool = False
+        if dtype.is_floating_point or dtype.is_complex:
+            unset = float("nan")
+        elif dtype is not torch.bool:
+            unset = torch.iinfo(dtype).min
+        self.value = torch.empty_strided(shape, self.stand_in.stride(), dtype=dtype, device=self.device).fill_(unset)
+        return self.value
+
+    def unset_elements(self) -> int:
+        """How many elements nobody has written."""
+        assert self.value is not None
+        dtype = self.value.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            return int(torch.isnan(self.value).sum().item())
+        if dtype in {torch.bool, torch.uint8}:  # every value is a fair one
+            return 0
+        return int((self.value == torch.iinfo(dtype).min).sum().item())
+
+
+class Writing(TorchFunctionMode):
+    """See the module's docstring.
+
+    Args:
+        targets: what may be written.
+        order: "replay" draws from the random state as it is, one after the other; "by_name" seeds it from `seed` and
+            the name before each one, so that values depend on nothing else.
+    """
+
+    def __init__(self, targets: Iterable[Target], *, order: Literal["replay", "by_name"], seed: int) -> None:
+        super().__init__()
+        self._targets: Mapping[int, Target] = {id(target.tensor): target for target in targets}
+        self._order = order
+        self._seed = seed
+        self._under_way: list[Target] = []
+        self.muted: frozenset[int] = frozenset()
+        """Ids of the tensors of which nothing is kept now: their random numbers are drawn and thrown away."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        used = self._used((args, kwargs))
+        if not used:
+            return func(*args, **kwargs)
+        if func in METADATA_CALLS and func not in _DEVICE_CALLS:
+            return func(*self._filled_in(args, absent=True), **self._filled_in(kwargs, absent=True))
+        self._finish([target for target in self._under_way if not target.stays and self._is_through(target, used)])
+        if self._order == "by_name" and not used[0].wanted and getattr(func, "__name__", "") in _OVERWRITES:
+            used[0].is_written = True  # nothing is drawn, nothing computed
+            return used[0].tensor
+        for target in used:
+            if target.value is None:
+                target.allocate()
+                target.is_muted = id(target.tensor) in self.muted
+                self._under_way.append(target)
+                if self._order == "by_name":
+                    torch.manual_seed(_seed_of(self._seed, target.fqn))
+        return func(*self._filled_in(args, absent=False), **self._filled_in(kwargs, absent=False))
+
+    def finish(self) -> None:
+        """Hand over what was written last."""
+        self._finish(list(self._under_way))
+
+    def _finish(self, targets: list[Target]) -> None:
+        for target in targets:
+            value = target.value
+            assert value is not None
+            unset = target.unset_elements()
+            if target.is_muted or 0 < value.numel() == unset:
+                pass  # thrown away, or was only looked at
+            elif self._order == "by_name" and not target.wanted:
+                target.is_written = True
+            elif unset:
+                raise ModelError(
+                    f"the initialisation of {target.fqn!r} left {unset} of {value.numel()} elements without a value "
+                    "(or wrote it in two passes, with other parameters between); write each parameter in one go, or "
+                    "build the model on a real device"
+                )
+            else:
+                target.keep(value)
+                target.is_written = True
+            target.value = None
+            self._under_way.remove(target)
+
+    def _is_through(self, target: Target, used: list[Target]) -> bool:
+        """Whether another one is used now, or the same one by another module that is to leave it alone."""
+        return target not in used or target.is_muted != (id(target.tensor) in self.muted)
+
+    def _used(self, value: Any) -> list[Target]:
+        found: dict[int, Target] = {}
+        stack = [value]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, torch.Tensor):
+                target = self._targets.get(id(item))
+                if target is not None:
+                    found[id(item)] = target
+            elif isinstance(item, list | tuple):
+                stack.extend(item)
+            elif isinstance(item, dict):
+                stack.extend(item.values())
+        return list(found.values())
+
+    def _filled_in(self, value: Any, *, absent: bool) -> Any:
+        """The same arguments with each target's values, or with its stand-in, in its place."""
+        if isinstance(value, torch.Tensor):
+            target = self._targets.get(id(value))
+            if target is None:
+                return value
+            return target.stand_in if absent else target.value
+        if isinstance(value, list):
+            return [self._filled_in(item, absent=absent) for item in value]
+        if type(value) is tuple:
+            return tuple(self._filled_in(item, absent=absent) for item in value)
+        if isinstance(value, dict):
+            return {key: self._filled_in(item, absent=absent) for key, item in value.items()}
+        return value
+
+
+def _seed_of(seed: int, fqn: str) -> int:
+    """A seed for one parameter: the first eight bytes of a hash of the run's seed and the name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{fqn}".encode()).digest()[:8], "big") >> 1
