@@ -1,4 +1,7 @@
-"""The model that all benchmarks train: a GPT with separate embedding and head."""
+"""The model that all benchmarks train: a GPT with separate embedding and head.
+
+Shapes: B sequences, T positions, H heads, D hidden width, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
-
-from hybrid.demo.gpt import Block
 
 __all__ = ["SIZES", "BenchGPT", "Size", "make_batch"]
 
@@ -28,7 +29,34 @@ class Size:
 SIZES = {
     "S": Size(width=256, num_layers=8, num_heads=8, vocabulary=8192, sequence=128, micro_batch=4),
     "M": Size(width=768, num_layers=8, num_heads=12, vocabulary=16384, sequence=128, micro_batch=2),
+    # For the test that the benchmarks run at all.
+    "tiny": Size(width=32, num_layers=2, num_heads=2, vocabulary=64, sequence=8, micro_batch=1),
 }
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP. Shapes follow from the layers' outputs, so that it works with a part of the heads."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.head_size = width // num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self._attend(self.attention_norm(x_BTD))
+        return x_BTD + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x_BTD))))
+
+    def _attend(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        # [B, T, 3D] -> three times [B, H, T, D/H]
+        heads = self.query_key_value(x_BTD).unflatten(-1, (3, -1, self.head_size))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))
 
 
 class BenchGPT(nn.Module):

@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+
+from benchmarks.rounds import Mode, interval, launch, rank_or_none, ratios, run_rounds
 
 MODES = ("ddp", "zero1", "fsdp2", "hybrid0", "hybrid1", "hybrid2", "hybrid3")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("S", "M"), default="S", help="S: 10.5 M parameters, M: 82 M")
+    parser.add_argument("--size", choices=("S", "M", "tiny"), default="S", help="S: 10.5 M parameters, M: 82 M")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated; ddp is always measured")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
@@ -35,23 +30,9 @@ def main() -> None:
     unknown = [mode for mode in chosen if mode not in MODES]
     if unknown:
         parser.error(f"unknown modes {unknown}; known: {', '.join(MODES)}")
-    if "RANK" in os.environ:
-        worker(arguments.size, chosen, rounds=arguments.rounds, steps=arguments.steps)
-        return
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.nproc}"]
-    command = [sys.executable, "-m", *launcher, "-m", "benchmarks.zero_step", *sys.argv[1:]]
-    raise SystemExit(subprocess.call(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
-
-
-@dataclass(slots=True)
-class Mode:
-    """One way to train, and what was measured of it."""
-
-    step: Callable[[int], float]
-    live_bytes: Callable[[], int]
-    wall_seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    if rank_or_none() is None:
+        raise SystemExit(launch("benchmarks.zero_step", num_ranks=arguments.nproc))
+    worker(arguments.size, chosen, rounds=arguments.rounds, steps=arguments.steps)
 
 
 def worker(size_name: str, names: list[str], *, rounds: int, steps: int) -> None:
@@ -64,20 +45,7 @@ def worker(size_name: str, names: list[str], *, rounds: int, steps: int) -> None
     dist.init_process_group("gloo")
     size = SIZES[size_name]
     modes = {name: build(name, size) for name in names}
-    done = 0
-    for round_number in range(-1, rounds):  # round -1 warms up
-        shift = round_number % len(names)
-        for name in [*names[shift:], *names[:shift]]:
-            mode = modes[name]
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            for step in range(steps):
-                mode.losses.append(mode.step(done + step))
-            dist.barrier()
-            if round_number >= 0:
-                mode.wall_seconds.append((time.perf_counter() - wall) / steps)
-                mode.cpu_seconds.append((time.process_time() - cpu) / steps)
-        done += steps
+    run_rounds(modes, rounds=rounds, steps=steps)
     if dist.get_rank() == 0:
         report(modes, size_name, dist.get_world_size())
     dist.destroy_process_group()
@@ -143,13 +111,6 @@ def build(name: str, size: object) -> Mode:
     return Mode(step=step, live_bytes=live_bytes)
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % bootstrap interval of the median."""
-    generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[-51]
-
-
 def report(modes: dict[str, Mode], size_name: str, num_ranks: int) -> None:
     base = modes["ddp"]
     print(f"size {size_name}, {num_ranks} ranks, {len(base.wall_seconds)} rounds; ratios to ddp of the same round")
@@ -157,12 +118,12 @@ def report(modes: dict[str, Mode], size_name: str, num_ranks: int) -> None:
     print(f"{heads} {'max |Δ loss|':>12}")
     rows = []
     for name, mode in modes.items():
-        ratios = [own / ddp for own, ddp in zip(mode.wall_seconds, base.wall_seconds, strict=True)]
-        low, high = interval(ratios)
+        to_ddp = ratios(mode, base)
+        low, high = interval(to_ddp)
         row = {
             "mode": name,
             "step_ms": statistics.median(mode.wall_seconds) * 1e3,
-            "wall_ratio": statistics.median(ratios),
+            "wall_ratio": statistics.median(to_ddp),
             "wall_ratio_low": low,
             "wall_ratio_high": high,
             "cpu_ms": statistics.median(mode.cpu_seconds) * 1e3,

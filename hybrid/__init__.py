@@ -37,9 +37,13 @@ _HOMES = {
     "trace": "hybrid.collectives.trace",
 }
 
-__all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 (the names are strings; the linter cannot see it)
+# Modules of public names: `hybrid.tensor.ColumnParallelLinear` after `import hybrid`.
+_MODULES = ("tensor",)
+
+__all__ = [*sorted(_HOMES), *_MODULES, "__version__"]  # noqa: PLE0604 (the names are strings; the linter cannot see it)
 
 if TYPE_CHECKING:
+    from hybrid import tensor as tensor
     from hybrid.collectives.trace import trace as trace
     from hybrid.compose.access import full_gradient as full_gradient
     from hybrid.compose.access import full_parameter as full_parameter
@@ -66,6 +70,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if name in _MODULES:
+        return import_module(f"hybrid.{name}")
     if home is None:
         raise AttributeError(f"module 'hybrid' has no attribute {name!r}")
     value = getattr(import_module(home), name)

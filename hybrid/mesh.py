@@ -77,7 +77,8 @@ class Mesh:
                     self._process_groups[ranks] = dist.new_group(
                         ranks, timeout=timedelta(seconds=self.timeout_seconds), backend=self.backend
                     )
-            label = "+".join(name for name in self.layout.axis_names if name in key)
+            order = {name: place for place, name in enumerate(self.layout.axis_names)}
+            label = "+".join(sorted(key, key=lambda axis: order.get(axis.partition("/")[0], -1)))
             self._groups[key] = self._make_group(self.group_ranks(*axes), label)
 
     def group(self, *axes: str) -> Group:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hybrid import shims
+from hybrid.collectives.autograd import COLLECTIVE_OPERATIONS
 from hybrid.errors import ModelError
 
 __all__ = ["find_recompute_units", "install_recompute"]
@@ -76,10 +77,30 @@ def _recomputing(
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        args = tuple(_without_cache(f"argument {place}", value) for place, value in enumerate(args))
+        kwargs = {name: _without_cache(name, value) for name, value in kwargs.items()}
         return checkpoint(functools.partial(forward, **kwargs) if kwargs else forward, *args, **options)
 
     return recomputing_forward
 
 
+def _without_cache(name: str, value: Any) -> Any:
+    """A key/value cache (of transformers) would be appended to twice, so a forward for training goes without one.
+
+    Raises:
+        ModelError: the cache holds something already: leaving it out would change the result.
+    """
+    length = getattr(value, "get_seq_length", None)
+    if not callable(length):
+        return False if name == "use_cache" else value
+    if length() > 0:
+        raise ModelError(
+            f"recompute: {name!r} holds {length()} positions of an earlier call, and a unit that runs twice would "
+            "append to it twice; train without a cache (use_cache=False), or leave recompute out"
+        )
+    return None
+
+
 def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operation in _KEPT_OPERATIONS or operation in COLLECTIVE_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

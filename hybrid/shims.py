@@ -5,6 +5,7 @@ Nothing else in the package touches a private name.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -58,8 +59,15 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 def give_memory(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """A parameter on the meta device becomes one over `values`, the same object to everybody who holds it.
 
-    All public: `.data` cannot change the device, and a new Parameter would leave optimizers and modules with the old.
+    `.data` cannot change the device, and a new Parameter would leave optimizers and modules with the old. Public but
+    for one call: torch 2.13's swap_tensors refuses what somebody refers to weakly, as nn.LSTM does to its parameters.
     """
-    real = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+    # Made of other memory first: a Parameter made of `values` would share their version counter, and every write to
+    # the buffer under them would look like one to the parameter.
+    real = torch.nn.Parameter(values.new_empty(0), requires_grad=parameter.requires_grad)
+    real.data = values
+    if weakref.getweakrefs(parameter):
+        torch._C._swap_tensor_impl(parameter, real)
+        return
     vars(real).update(vars(parameter))
     torch.utils.swap_tensors(parameter, real)

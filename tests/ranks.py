@@ -57,6 +57,7 @@ _PRELOAD = (
     "hybrid.compose.model",
     "hybrid.compose.optimizer",
     "hybrid.collectives.deferred",
+    "transformers.models.bert.modeling_bert",
 )
 
 

@@ -20,7 +20,7 @@ def full_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """
     runtime, fqn = _find(parameter)
     with runtime.engine.whole([fqn]):
-        return parameter.detach().clone()
+        return runtime.whole(fqn, parameter.detach()).clone()
 
 
 def set_full_parameter(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -30,11 +30,12 @@ def set_full_parameter(parameter: torch.Tensor, value: torch.Tensor) -> None:
         ModelError: the parameter belongs to no wrapped model, or the value has another shape.
     """
     runtime, fqn = _find(parameter)
-    if tuple(value.shape) != tuple(parameter.shape):
+    if tuple(value.shape) != runtime.global_shape(fqn):
         raise ModelError(
             f"set_full_parameter({fqn!r}): the value has shape {tuple(value.shape)}, the parameter "
-            f"{tuple(parameter.shape)}"
+            f"{runtime.global_shape(fqn)}"
         )
+    value = runtime.part(fqn, value)
     with runtime.engine.whole([fqn]), torch.no_grad():
         parameter.copy_(value)
     bucket = runtime.engine.bucket_of.get(fqn)
@@ -58,7 +59,8 @@ def full_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if bucket is None:
         return None
     runtime.synchronise()
-    return dict(state_view.bucket_gradients(runtime.engine, bucket))[fqn]
+    gradient = dict(state_view.bucket_gradients(runtime.engine, bucket))[fqn]
+    return None if gradient is None else runtime.whole(fqn, gradient)
 
 
 def _find(parameter: torch.Tensor) -> tuple[Runtime, str]:

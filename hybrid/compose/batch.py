@@ -7,14 +7,17 @@ has a list of as many texts; numbers, strings, None and 0-d tensors go unchanged
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hybrid.collectives import ops
 from hybrid.errors import BatchError
+from hybrid.precision.tree import map_tensors
 
-__all__ = ["num_samples", "num_tokens", "split_batch"]
+__all__ = ["check_same_batch", "num_samples", "num_tokens", "split_batch"]
 
 
 # What means the same in every micro-batch, and goes there as it is.
@@ -107,3 +110,38 @@ def split_batch(batch: Any, *, accumulate_steps: int, micro_batch_size: int | No
         return [batch]
     starts = [0, *ends[:-1]]
     return [_cut(batch, start, end, total) for start, end in zip(starts, ends, strict=True)]
+
+
+def check_same_batch(batch: Any, *, group: ops.Group) -> None:
+    """Compare a batch over the tp ranks, by a digest of each tensor. *Collective* over tp.
+
+    Raises:
+        BatchError: a rank got another batch; raised on all of them, with the rank and the tensor.
+    """
+    if group.size == 1:
+        return
+    mine: list[tuple[tuple[int, ...], str, str]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach().cpu().contiguous()
+        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        mine.append((tuple(plain.shape), str(plain.dtype), hashlib.sha256(raw).hexdigest()))
+        return tensor
+
+    map_tensors(batch, note)
+    everyone = ops.all_gather_object(mine, group=group)
+    for index, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        place = next((n for n, pair in enumerate(zip(everyone[0], theirs, strict=False)) if pair[0] != pair[1]), None)
+        what = (
+            f"{len(theirs)} tensors instead of {len(everyone[0])}"
+            if place is None
+            else f"tensor {place + 1} of the batch: shape {theirs[place][0]}, {theirs[place][1]}"
+            + (", other values" if theirs[place][:2] == everyone[0][place][:2] else f", not {everyone[0][place][0]}")
+        )
+        raise BatchError(
+            f"the tensor-parallel ranks {', '.join(map(str, group.ranks))} work on one batch together, and rank "
+            f"{group.ranks[index]} got another one than rank {group.ranks[0]} ({what}); give all of them the same: "
+            "shard the data by hybrid's samplers, or by the data-parallel rank of hybrid.get_mesh()"
+        )

@@ -6,17 +6,19 @@ One process is in one job, so this is process-wide state, and the only such stat
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybrid.data.coordinate import DataCoordinate, set_coordinate_provider
 from hybrid.errors import HybridError, StrategyError
-from hybrid.launch.environment import read_environment
+from hybrid.launch.environment import LaunchEnvironment, read_environment
 from hybrid.launch.variables import STRATEGY_VARIABLE
 from hybrid.mesh import Mesh, running_world_size, start_process_group, stop_process_group
 from hybrid.rng import seed_everything, seed_for_data_rank
 from hybrid.strategy import DistributedStrategy, ResolvedStrategy
+from hybrid.tensor.cut_module import set_group_provider
 
 if TYPE_CHECKING:
     from hybrid.compose.runtime import Runtime
@@ -26,6 +28,7 @@ __all__ = [
     "HybridCommunicateGroup",
     "check_same_strategy",
     "ensure",
+    "foresee",
     "get_hybrid_communicate_group",
     "get_mesh",
     "init",
@@ -39,8 +42,8 @@ __all__ = [
 # Every data-parallel rank computes part of the batch: gradients are partial over these axes.
 DATA_AXES = ("dp_replicate", "dp_shard")
 
-# Every set of axes over which a group is needed, in the order in which all ranks make them.
-_GROUPS: tuple[tuple[str, ...], ...] = ((), ("dp_shard",), ("dp_replicate",), DATA_AXES)
+# Every set of axes over which each model needs a group, in the order in which all ranks make them.
+_GROUPS: tuple[tuple[str, ...], ...] = ((), ("dp_shard",), ("dp_replicate",), DATA_AXES, ("tp",), (*DATA_AXES, "tp"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,14 @@ def init(strategy: DistributedStrategy | None = None, *, is_collective: bool = T
     ensure(strategy, at_init=True)
 
 
+def foresee(strategy: DistributedStrategy | None) -> ResolvedStrategy:
+    """The strategy worked out for this job, before anything is started: what a model can be checked against."""
+    if _scope is not None:
+        return _scope.resolved
+    world_size = running_world_size()
+    return _choose(strategy).resolve(read_environment().world_size if world_size is None else world_size)
+
+
 def ensure(strategy: DistributedStrategy | None, *, at_init: bool = False) -> Scope:
     """The job, joined now if it was not yet."""
     global _scope  # noqa: PLW0603 (one process is in one job)
@@ -90,6 +101,7 @@ def ensure(strategy: DistributedStrategy | None, *, at_init: bool = False) -> Sc
         environment = read_environment()
         world_size = environment.world_size
     resolved = chosen.resolve(world_size)
+    _warn_of_slow_links(resolved, environment)
     if at_init and resolved.seed is not None:
         seed_everything(resolved.seed)
     start_process_group(environment, timeout_seconds=resolved.timeout_seconds, agreement=chosen.digest())
@@ -97,7 +109,19 @@ def ensure(strategy: DistributedStrategy | None, *, at_init: bool = False) -> Sc
     mesh.prepare(_GROUPS)
     _scope = Scope(strategy=chosen, resolved=resolved, mesh=mesh, started_group=environment is not None)
     set_coordinate_provider(_data_coordinate)
+    set_group_provider(lambda: mesh.group("tp"))
     return _scope
+
+
+def _warn_of_slow_links(resolved: ResolvedStrategy, environment: LaunchEnvironment | None) -> None:
+    tp = resolved.layout.degree("tp")
+    if environment is not None and environment.launched and tp > environment.local_world_size:
+        warnings.warn(
+            f"tensor-parallel degree {tp} is more than the {environment.local_world_size} ranks of this node: every "
+            f"layer then waits for the network between nodes; use at most {environment.local_world_size}, and "
+            "sharding over the nodes",
+            stacklevel=4,
+        )
 
 
 def check_same_strategy(strategy: DistributedStrategy) -> None:
@@ -174,6 +198,7 @@ def shutdown() -> None:
     _scope = None
     _runtimes.clear()
     set_coordinate_provider(None)
+    set_group_provider(None)
 
 
 def _data_coordinate() -> DataCoordinate | None:

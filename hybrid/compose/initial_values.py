@@ -17,11 +17,13 @@ from torch import nn
 
 from hybrid import shims
 from hybrid.collectives import ops
+from hybrid.compose.context import DATA_AXES
 from hybrid.errors import ModelError
 from hybrid.materialize.initialise import initialise, meta_attributes
 from hybrid.materialize.writing import Target
 from hybrid.mesh import Mesh
 from hybrid.sharding.engine import ShardingEngine
+from hybrid.tensor.cut_module import CutModule
 
 __all__ = [
     "InitOrder",
@@ -89,12 +91,18 @@ def move(model: nn.Module, device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def align_values(model: nn.Module, *, group: ops.Group) -> None:
-    """Give every rank of the group the first one's parameters and buffers."""
-    if group.size == 1:
-        return
+def align_values(model: nn.Module, *, mesh: Mesh) -> None:
+    """Give all ranks the first one's parameters and buffers; of layers cut by hand, all ranks that hold the part."""
+    everybody, same_part = mesh.group(*DATA_AXES, "tp"), mesh.group(*DATA_AXES)
+    by_hand = {
+        id(module.get_parameter(name))
+        for module in model.modules()
+        if isinstance(module, CutModule)
+        for name in module.tensor_parallel.cuts
+    }
     for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
-        if tensor.is_meta:
+        group = same_part if id(tensor) in by_hand else everybody
+        if tensor.is_meta or group.size == 1:
             continue
         flat = tensor.detach().reshape(-1).contiguous().clone()
         ops.broadcast(flat, source=0, group=group).wait()
@@ -173,12 +181,36 @@ def materialise(
         targets.append(
             Target(fqn=fqn, tensor=buffer, stand_in=buffer, device=mesh.device, keep=keep_buffer, stays=True)
         )
-    with _random_state(mesh, order) as first_seed:
+    for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if fqn not in meta.parameters and fqn not in meta.buffers:
+            targets.append(
+                Target(fqn=fqn, tensor=tensor, stand_in=tensor, device=mesh.device, keep=lambda _: None, is_given=True)
+            )
+    with _random_state(mesh, order) as first_seed, _failing_together(mesh):
         initialise(model, targets, order=order, seed=first_seed if seed is None else seed)
     for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) in found:
                 setattr(module, name, found[id(buffer)])
+        for name, value in list(vars(module).items()):
+            if id(value) in found:  # a second, plain name for a buffer
+                setattr(module, name, found[id(value)])
+
+
+@contextmanager
+def _failing_together(mesh: Mesh) -> Iterator[None]:
+    """An initialisation that fails on some ranks (what others hold nothing of, they may skip) fails on all."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    everyone = ops.all_gather_object(None if error is None else str(error), group=mesh.world)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(everyone):
+        if message is not None:
+            raise ModelError(f"rank {rank} could not initialise the model: {message}")
 
 
 @contextmanager
@@ -189,7 +221,8 @@ def _random_state(mesh: Mesh, order: InitOrder) -> Iterator[int]:
     differ (each rank has a stream of its own) each gets its own back.
     """
     state = torch.random.get_rng_state()
-    digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
+    on_device = torch.cuda.get_rng_state(mesh.device) if mesh.device.type == "cuda" else state[:0]
+    digest = hashlib.sha256(state.numpy().tobytes() + on_device.numpy().tobytes()).hexdigest()
     everyone = ops.all_gather_object((digest, torch.initial_seed()), group=mesh.world)
     alike = len({digest for digest, _ in everyone}) == 1
     if alike and order == "replay":

@@ -5,6 +5,7 @@ The order of the rewrites is visible in one function, `distributed_model`.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +15,9 @@ import torch
 from torch import nn
 
 from hybrid import shims
-from hybrid.collectives import ops
-from hybrid.compose import context, grad_norm
+from hybrid.compose import context, grad_norm, model_state
 from hybrid.compose import train_step as steps
-from hybrid.compose.context import DATA_AXES
+from hybrid.compose.first_forward import FirstForward, check_verify, plain_copy
 from hybrid.compose.initial_values import (
     InitOrder,
     align_values,
@@ -29,7 +29,7 @@ from hybrid.compose.initial_values import (
 )
 from hybrid.compose.model_checks import check_alike_on_all_ranks, check_grad_dtype, check_layouts, check_model
 from hybrid.compose.runtime import Runtime
-from hybrid.contracts.placement import Placement, placed
+from hybrid.compose.tensor_parallel import align_random_states, cut_model, group_axes, part_of, placements, plan_for
 from hybrid.errors import GradientAccessError, ModelError
 from hybrid.mesh import Mesh
 from hybrid.precision.casting import autocasting, cast_buffers, compute_dtypes, install_casts
@@ -61,23 +61,29 @@ def distributed_model(
             which skips what this rank holds nothing of.
 
     Raises:
-        StrategyError: settings that cannot work, all of them, before anything starts.
+        StrategyError: settings that cannot work, or do not fit the model, all of them, before anything starts.
         LaunchError: the processes could not meet.
         ModelError: a model that cannot be trained this way; the message names the parameter.
     """
     check_model(model, wrapper=DistributedModel)
     check_meta(model, init)
+    foreseen = context.foresee(strategy)
+    planned = plan_for(model, foreseen)
+    check_verify(model, foreseen)
     scope = context.ensure(strategy)
     mesh, resolved = scope.mesh, scope.resolved
     check_layouts(model, resolved)
     move(model, mesh.device)
-    parameters = dict(model.named_parameters())
-    placements = _placements(model)
     units = plan_units(model, class_names=resolved.units)
     check_alike_on_all_ranks(model, mesh)
-    align_values(model, group=mesh.group(*DATA_AXES))
+    # tensor parallel -> recompute -> precision -> sharding; chunks and compile will come before and between
+    align_values(model, mesh=mesh)
     meta = stand_ins(find_meta(model))
-    # recompute -> precision -> sharding; chunks, tensor parallel and compile will come before and between
+    plain = plain_copy(model, resolved)
+    cuts = cut_model(model, planned, mesh) if planned is not None else None
+    parameters = dict(model.named_parameters())
+    records = placements(model, cuts)
+    mesh.prepare(group_axes(records))
     if resolved.recompute is not None:
         blocks = [unit.name for unit in units if not unit.is_around]
         chosen = find_recompute_units(model, resolved.recompute.units, blocks=blocks)
@@ -87,26 +93,29 @@ def distributed_model(
     check_grad_dtype(parameters, resolved, low_dtypes)
     engine = ShardingEngine(
         parameters,
-        placements=placements,
+        placements=records,
         units=units,
         settings=_engine_settings(resolved),
         coordinates={axis.name: mesh.coordinate(axis.name) for axis in mesh.layout.axes},
         group_of=lambda axes: mesh.group(*axes),
         compute_dtypes=low_dtypes,
+        planned_elements=cuts.largest_parts(parameters) if cuts is not None else None,
         device=mesh.device,
         peers=lambda: [runtime.engine.reducer for runtime in context.runtimes()],
     )
     if meta:
         order = init or "replay"
-        materialise(model, engine, meta, order=order, mesh=mesh, seed=resolved.seed, local_part=lambda _, value: value)
+        materialise(model, engine, meta, order=order, mesh=mesh, seed=resolved.seed, local_part=part_of(cuts))
     if resolved.amp is not None and resolved.amp.buffer_dtype != "float32":
         cast_buffers(model, dtype=getattr(torch, resolved.amp.buffer_dtype), custom_fp32=resolved.amp.custom_fp32)
     engine.start_unsharding(model)
-    runtime = Runtime(engine, mesh=mesh, strategy=resolved)
+    align_random_states(mesh)
+    runtime = Runtime(engine, mesh=mesh, strategy=resolved, cuts=cuts)
     model.__class__ = _extended(type(model))
     extended = cast(DistributedModel, model)
     extended.hybrid_runtime = runtime
-    extended.register_forward_pre_hook(_before_forward, prepend=True)
+    extended.hybrid_first_forward = FirstForward.watch(model, planned, cuts, plain=plain, mesh=mesh)
+    extended.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     context.remember(runtime)
     context.seed_for_training(resolved, mesh)
     return extended
@@ -116,14 +125,18 @@ class DistributedModel(nn.Module):
     """What `distributed_model` adds to a model's class. Methods marked *collective* are called by all ranks."""
 
     hybrid_runtime: Runtime
+    hybrid_first_forward: FirstForward | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the plain model's; a forward that is left by an exception leaves a model that can go on."""
         try:
             return super().__call__(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if self.hybrid_runtime.engine.unsharder is not None:
                 self.hybrid_runtime.engine.unsharder.abandon_pass()
+            first = self.hybrid_first_forward
+            if first is not None and (explained := first.explained(self, error)) is not None:
+                raise explained from error
             raise
 
     def train_batch(
@@ -204,7 +217,8 @@ class DistributedModel(nn.Module):
         engine = self.hybrid_runtime.engine
         self.hybrid_runtime.synchronise()
         for bucket in engine.buckets:
-            yield from state_view.bucket_gradients(engine, bucket)
+            for fqn, gradient in state_view.bucket_gradients(engine, bucket):
+                yield fqn, None if gradient is None else self.hybrid_runtime.whole(fqn, gradient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty every gradient buffer, local and reduced."""
@@ -225,9 +239,12 @@ class DistributedModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The plain model's state dict: its names and shapes, whole values.
 
-        References as in plain torch; at stage 3 copies, and then *collective*.
+        References as in plain torch; at stage 3 and under tensor parallel copies, and then *collective*.
         """
         engine = self.hybrid_runtime.engine
+        if self.hybrid_runtime.cuts is not None:
+            plain = functools.partial(super().state_dict, *args, **kwargs)
+            return model_state.full_state_dict(self, self.hybrid_runtime, plain=plain)
         with engine.whole():
             result: dict[str, Any] = super().state_dict(*args, **kwargs)
             if engine.unsharder is not None:
@@ -239,25 +256,18 @@ class DistributedModel(nn.Module):
         return result
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Copies on the CPU of the plain model's whole state dict, the same on every rank. *Collective.*
+        """Copies on the CPU of the plain model's whole state dict, in its types, the same on every rank. *Collective.*
 
-        Buffers (BatchNorm statistics are each rank's own) are those of the first data-parallel rank.
+        A float32 parameter that computes in low precision comes as its master. Buffers (BatchNorm statistics are each
+        rank's own) are those of the first data-parallel rank.
         """
-        state = {
-            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in self.state_dict().items()
-        }
-        group = self.hybrid_runtime.mesh.group(*DATA_AXES)
-        names = {name for name, _ in self.named_buffers(remove_duplicate=False)}
-        for name in state:
-            if name in names and group.size > 1:
-                flat = state[name].reshape(-1).to(self.hybrid_runtime.mesh.device)
-                ops.broadcast(flat, source=0, group=group).wait()
-                state[name] = flat.cpu().view(state[name].shape)
-        return state
+        return model_state.full_state_dict(self, self.hybrid_runtime, plain=super().state_dict)
 
     def shard_state_dict(self) -> dict[str, tuple[tuple[int, int], torch.Tensor]]:
-        """fqn -> (range of elements in memory order, this rank's slice) of each parameter that it owns a part of."""
+        """fqn -> (range of elements in memory order, this rank's slice) of each parameter that it owns a part of.
+
+        Under tensor parallel the ranges are within the tp rank's part.
+        """
         engine = self.hybrid_runtime.engine
         engine.gather.finish()
         return {
@@ -267,7 +277,7 @@ class DistributedModel(nn.Module):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As the plain model's. Every rank loads the same values.
+        """As the plain model's. Every rank loads the same values; masters take them in the precision given.
 
         Raises:
             ModelError: `assign=True`, which would put the parameters outside their buckets.
@@ -276,7 +286,7 @@ class DistributedModel(nn.Module):
             raise ModelError(
                 "load_state_dict(assign=True) would take parameters out of their buckets; use assign=False"
             )
-        with self.hybrid_runtime.engine.whole():
+        with model_state.loading(self.hybrid_runtime):
             return super().load_state_dict(state_dict, strict=strict)
 
     def gather_parameters(
@@ -285,7 +295,8 @@ class DistributedModel(nn.Module):
         """Inside, these parameters are whole and may be read and edited in place; edits count on leaving.
 
         *Collective* at stage 3, and every rank must make the same edit; at stages 0–2 values are whole anyway, and
-        this only carries edits into fp32 masters.
+        this only carries edits into fp32 masters. A parameter that is cut over tensor-parallel ranks shows this
+        rank's part (`hybrid.full_parameter` and `hybrid.set_full_parameter` join and cut).
 
         Args:
             parameters: fqns, names of modules, or parameters; None for all.
@@ -327,34 +338,20 @@ _extended_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictio
 
 def _extended(base: type[nn.Module]) -> type[nn.Module]:
     if base not in _extended_classes:
-        _extended_classes[base] = type(f"Distributed{base.__name__}", (DistributedModel, base), {})
+        # Under the name of the plain class: files that record it (a Hugging Face config) stay those of the plain model.
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        _extended_classes[base] = type(base.__name__, (DistributedModel, base), names)
     extended: type[nn.Module] = _extended_classes[base]
     return extended
 
 
-def _before_forward(model: nn.Module, _: Any) -> None:
+def _before_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
     """A backward that raised leaves a round open; close it before the next one begins (not in a recompute)."""
     if not shims.in_backward():
-        engine = cast(DistributedModel, model).hybrid_runtime.engine
-        engine.reducer.finish_round()
-        engine.check_memory()
-
-
-def _placements(model: nn.Module) -> dict[str, Placement]:
-    names: dict[int, list[str]] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(fqn)
-    return {
-        fqn: placed(
-            fqn,
-            parameter.shape,
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            partial_axes=DATA_AXES,
-            trainable=parameter.requires_grad,
-            tied_fqns=[name for name in names[id(parameter)] if name != fqn],
-        )
-        for fqn, parameter in model.named_parameters()
-    }
+        runtime = cast(DistributedModel, model).hybrid_runtime
+        runtime.engine.reducer.finish_round()
+        runtime.engine.check_memory()
+        runtime.check_batch((args, kwargs))
 
 
 def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:

@@ -12,6 +12,7 @@ from hybrid.collectives import ops
 from hybrid.errors import ModelError
 from hybrid.mesh import Mesh
 from hybrid.strategy import ResolvedStrategy
+from hybrid.tensor.cut_module import CutModule
 
 __all__ = ["check_alike_on_all_ranks", "check_grad_dtype", "check_layouts", "check_model"]
 
@@ -36,7 +37,16 @@ def check_model(model: nn.Module, *, wrapper: type[nn.Module]) -> None:
 
 
 def check_alike_on_all_ranks(model: nn.Module, mesh: Mesh) -> None:
-    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _named_tensors(model)]
+    whole: dict[int, tuple[int, ...]] = {}
+    for module in model.modules():
+        if isinstance(module, CutModule):  # built of parallel layers: each rank has its part
+            for name, cut in module.tensor_parallel.cuts.items():
+                shape = list(module.get_parameter(name).shape)
+                shape[cut.dim] = cut.global_size
+                whole[id(module.get_parameter(name))] = tuple(shape)
+    mine = [
+        (name, whole.get(id(t), tuple(t.shape)), str(t.dtype), t.requires_grad) for name, t in _named_tensors(model)
+    ]
     everyone = ops.all_gather_object(mine, group=mesh.world)
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:

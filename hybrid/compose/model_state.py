@@ -18,10 +18,10 @@ from hybrid.collectives import ops
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.runtime import Runtime
 from hybrid.metadata import METADATA_CALLS
+from hybrid.precision.tree import map_tensors
 from hybrid.sharding import state_view
 from hybrid.sharding.absence import AbsentParameter
 from hybrid.sharding.bucket import Bucket
-from hybrid.sharding.engine import ShardingEngine
 
 __all__ = ["full_state_dict", "loading"]
 
@@ -37,7 +37,10 @@ def full_state_dict(model: nn.Module, runtime: Runtime, *, plain: Callable[[], d
         plain: the `state_dict` of the model's own class.
     """
     copies = {
-        id(runtime.engine.parameters[fqn]): value.detach().cpu().clone(memory_format=torch.preserve_format)
+        id(runtime.engine.parameters[fqn]): runtime.whole(fqn, value)
+        .detach()
+        .cpu()
+        .clone(memory_format=torch.preserve_format)
         for fqn, value in state_view.whole_parameters(runtime.engine)
     }
     with _Exchanged(copies):
@@ -46,7 +49,7 @@ def full_state_dict(model: nn.Module, runtime: Runtime, *, plain: Callable[[], d
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and id(value) not in ours:
             state[name] = value.detach().cpu().clone()
-    group = runtime.mesh.group(*DATA_AXES)
+    group = runtime.mesh.group(*DATA_AXES, "tp")
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     for name in state:
         if name in buffers and group.size > 1:
@@ -57,17 +60,18 @@ def full_state_dict(model: nn.Module, runtime: Runtime, *, plain: Callable[[], d
 
 
 @contextmanager
-def loading(engine: ShardingEngine) -> Iterator[None]:
+def loading(runtime: Runtime) -> Iterator[None]:
     """Inside, the model's own `load_state_dict` gives values to shards and masters; every rank loads the same ones.
 
     `parameter.copy_(value)`, which is how torch loads, sends nothing and brings nothing here. What a model's own code
     does beside that gathers the bucket first, and its edits count at the end.
     """
+    engine = runtime.engine
     engine.gather.finish()
     with ExitStack() as stack:
         if engine.unsharder is None:
             stack.enter_context(engine.whole())
-        with _Loading(engine, stack):
+        with _Loading(runtime, stack):
             yield
 
 
@@ -77,22 +81,27 @@ class _Exchanged(TorchFunctionMode):
     def __init__(self, copies: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
         self._copies = copies
+        self._ours = {id(copy) for copy in copies.values()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args = tuple(self._copies.get(id(arg), arg) for arg in args)
-        if func is torch.Tensor.detach and id(args[0]) in {id(copy) for copy in self._copies.values()}:
+        args = map_tensors(args, lambda tensor: self._copies.get(id(tensor), tensor))
+        if func is torch.Tensor.detach and id(args[0]) in self._ours:
             return args[0]  # tied names share it
         return func(*args, **(kwargs or {}))
 
 
-class _Loading(TorchFunctionMode):
-    """`parameter.copy_(value)` becomes a store into the parameter's bucket."""
+_SHAPE: Any = getattr(torch.Tensor, "shape").__get__  # noqa: B009
 
-    def __init__(self, engine: ShardingEngine, stack: ExitStack) -> None:
+
+class _Loading(TorchFunctionMode):
+    """`parameter.copy_(value)` becomes a store into the parameter's bucket; one cut over tp says its whole shape."""
+
+    def __init__(self, runtime: Runtime, stack: ExitStack) -> None:
         super().__init__()
-        self._engine = engine
+        self._runtime = runtime
+        self._engine = engine = runtime.engine
         self._stack = stack
         self._places = {
             id(parameter): (bucket, position)
@@ -104,9 +113,15 @@ class _Loading(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.copy_ and id(args[0]) in self._places and len(args) > 1:
+        fqn = self._engine.fqn_of.get(id(args[0])) if args else None
+        if fqn is not None and func == _SHAPE:
+            return torch.Size(self._runtime.global_shape(fqn))
+        if fqn is not None and func is torch.Tensor.copy_ and len(args) > 1:
+            value = self._runtime.part(fqn, args[1])
+            if id(args[0]) not in self._places:  # frozen, below stage 3
+                return func(args[0], value, *args[2:], **kwargs)
             bucket, position = self._places[id(args[0])]
-            _load(bucket, position, args[1])
+            _load(bucket, position, value)
             return args[0]
         if func not in METADATA_CALLS:
             absent = [arg for arg in args if type(arg) is AbsentParameter and id(arg) in self._places]

@@ -13,7 +13,7 @@ from hybrid.compose import context
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import OptimizerError
 from hybrid.sharding import state_view
-from hybrid.sharding.optimizer_state import OptimizerShards
+from hybrid.sharding.optimizer_state import MASTER, OptimizerShards, Shard
 from hybrid.strategy import DistributedStrategy
 
 __all__ = ["DistributedOptimizer", "distributed_optimizer"]
@@ -114,23 +114,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self) -> dict[str, Any]:
         """Whole state by fqn: {"state": {fqn: {key: value}}, "param_groups": [{..., "params": [fqn, ...]}]}.
 
+        The state of a low-precision parameter has its fp32 master beside the optimizer's own, as "master".
         Collective: every rank of the world calls it, and gets all of it.
         """
         state = state_view.whole_optimizer_state(self.hybrid_shards, self)
+        for fqn, values in state.items():
+            state[fqn] = self._over_tp(fqn, values, self.hybrid_runtime.whole)
         return {"state": state, "param_groups": self._named_groups()}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by fqn, with the ranges that it holds; not collective."""
-        shards = self.hybrid_shards
-        state, ranges = {}, {}
-        for shard in shards.shards():
-            if shard.tensor is not None and shard.part is not None and shard.tensor in self.state:
-                state[shard.fqn] = dict(self.state[shard.tensor])
-                ranges[shard.fqn] = (shard.part.start, shard.part.stop)
-        return {"state": state, "ranges": ranges, "param_groups": self._named_groups()}
+        state = self.hybrid_shards.own_state()
+        parts = {shard.fqn: shard.part for shard in self.hybrid_shards.shards() if shard.part is not None}
+        ranges = {fqn: (parts[fqn].start, parts[fqn].stop) for fqn in state}
+        mesh = self.hybrid_runtime.mesh
+        place = {} if self.hybrid_runtime.cuts is None else {"tp": (mesh.coordinate("tp"), mesh.degree("tp"))}
+        return {"state": state, "ranges": ranges, **place, "param_groups": self._named_groups()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take `full_state_dict()` of any layout, or `state_dict()` of the same rank of the same layout.
+
+        Masters in it become the masters here, and the parameters follow. All ranks call it.
 
         Raises:
             OptimizerError: parameters, groups or ranges that do not fit, all named.
@@ -146,7 +150,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         ranges = state_dict.get("ranges")
         state = state_dict.get("state", {})
-        for fqn in state:
+        mesh = self.hybrid_runtime.mesh
+        saved_at, here = tuple(state_dict.get("tp", (0, 1))), (mesh.coordinate("tp"), mesh.degree("tp"))
+        if ranges is not None and saved_at != here:
+            problems.append(
+                f"it was saved by tensor-parallel rank {saved_at[0]} of {saved_at[1]}, this is rank {here[0]} of "
+                f"{here[1]}: save full_state_dict() to change the layout"
+            )
+        if ranges is None:
+            state = {fqn: self._over_tp(fqn, values, self.hybrid_runtime.part) for fqn, values in state.items()}
+        for fqn, values in state.items():
             shard = shards.get(fqn)
             if shard is None:
                 problems.append(f"state of {fqn!r}: no trainable parameter of this optimizer has that name")
@@ -157,12 +170,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         f"state of {fqn!r} covers elements {tuple(ranges[fqn])}, this rank owns {part}: it was saved "
                         "by another rank or layout; save full_state_dict() to change the layout"
                     )
+            if shard is not None:
+                problems += _misfits_of_master(shard, values.get(MASTER), is_own=ranges is not None)
         if problems:
             raise OptimizerError("the optimizer state does not fit: " + "; ".join(problems))
         loaded: dict[torch.Tensor, dict[str, Any]] = {}  # whole before anything is replaced: cutting may refuse
+        masters: dict[str, torch.Tensor] = {}
         for fqn, values in state.items():
             shard = shards[fqn]
-            if shard.tensor is None:
+            if MASTER in values:
+                masters[fqn] = values[MASTER]
+                values = {key: value for key, value in values.items() if key != MASTER}
+            if shard.tensor is None or not values:
                 continue
             if ranges is None:
                 loaded[shard.tensor] = self.hybrid_shards.cut_state(shard, values)
@@ -171,8 +190,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loaded[shard.tensor] = copies
         self.state.clear()
         self.state.update(loaded)
+        if ranges is not None:
+            self.hybrid_shards.set_own_masters(masters)
+        for fqn in masters if ranges is None else ():
+            self.hybrid_shards.set_whole_master(fqn, masters[fqn])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _over_tp(self, fqn: str, values: dict[str, Any], change: Callable[..., torch.Tensor]) -> dict[str, Any]:
+        """State with every tensor of the parameter's shape joined over tp, or cut for this rank."""
+        runtime = self.hybrid_runtime
+        if runtime.cuts is None or runtime.cuts.own(fqn) is None:
+            return values
+        shapes = (tuple(runtime.engine.parameters[fqn].shape), runtime.global_shape(fqn))
+        wanted = shapes[0] if change == runtime.whole else shapes[1]
+        return {
+            key: change(fqn, value) if isinstance(value, torch.Tensor) and tuple(value.shape) == wanted else value
+            for key, value in values.items()
+        }
 
     def _named_groups(self) -> list[dict[str, Any]]:
         fqn_of = self.hybrid_runtime.engine.fqn_of
@@ -186,6 +221,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "a distributed optimizer cannot be copied or pickled: it belongs to process groups; save "
             "optimizer.full_state_dict(), or copy the optimizer before distributed_optimizer"
         )
+
+
+def _misfits_of_master(shard: Shard, master: Any, *, is_own: bool) -> list[str]:
+    if master is None:
+        return []
+    whole = shard.bucket.parameters[shard.position].shape
+    wanted = tuple(shard.tensor.shape) if is_own and shard.tensor is not None else tuple(whole)
+    if not isinstance(master, torch.Tensor) or tuple(master.shape) != wanted:
+        got = tuple(master.shape) if isinstance(master, torch.Tensor) else type(master).__name__
+        return [f"the master of {shard.fqn!r} has shape {got}, not {wanted}"]
+    if is_own and shard.bucket.master is None:
+        return [
+            f"a master of {shard.fqn!r}, which computes in {shard.bucket.key.dtype} here and has none: it was saved in "
+            "another precision; save full_state_dict() to change it"
+        ]
+    return []
 
 
 # So that a scheduler built later finds its counting already done (see shims).

@@ -16,11 +16,13 @@ import torch
 
 from hybrid.collectives import ops
 from hybrid.compose import grad_norm
+from hybrid.compose.batch import check_same_batch
 from hybrid.errors import ModelError, OptimizerError
 from hybrid.mesh import Mesh
 from hybrid.sharding.engine import ShardingEngine
 from hybrid.sharding.optimizer_state import OptimizerShards, is_elementwise
 from hybrid.strategy import ResolvedStrategy
+from hybrid.tensor.cuts import TensorCuts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +47,14 @@ def _make_scaler(strategy: ResolvedStrategy, mesh: Mesh) -> torch.amp.GradScaler
 class Runtime:
     """Lives as `hybrid_runtime` on a wrapped model. All methods that communicate are called by all ranks alike."""
 
-    def __init__(self, engine: ShardingEngine, *, mesh: Mesh, strategy: ResolvedStrategy) -> None:
+    def __init__(
+        self, engine: ShardingEngine, *, mesh: Mesh, strategy: ResolvedStrategy, cuts: TensorCuts | None = None
+    ) -> None:
         self.engine = engine
+        self.cuts = cuts
+        """Which parameters are cut over tp; None without tensor parallel."""
+        self.is_batch_checked = False
+        """Whether the tp ranks have compared a batch."""
         self.mesh = mesh
         self.strategy = strategy
         self._optimizers: list[weakref.ref[OptimizerShards]] = []
@@ -75,6 +83,13 @@ class Runtime:
         name = type(optimizer).__name__
         elementwise = is_elementwise(optimizer)
         asked = self.strategy.partition
+        cut = next((fqn for fqn in self.cuts.cuts if fqn in self.engine.bucket_of), None) if self.cuts else None
+        if not elementwise and cut is not None:
+            raise OptimizerError(
+                f"{name} is not known to update each element by itself, and {cut!r} is cut over "
+                f"{self.mesh.degree('tp')} tensor-parallel ranks, so no rank has it whole: use AdamW or SGD, or "
+                "tensor_parallel_configs.degree = 1"
+            )
         if not elementwise:
             if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
                 raise OptimizerError(
@@ -92,9 +107,20 @@ class Runtime:
                 )
             if self.engine.partition_kind != "parameter" and self.engine.settings.zero_stage > 0:
                 self._repartition(name)
+        self._cut_state(optimizer)
         shards = OptimizerShards(self.engine, optimizer)
         self._optimizers.append(weakref.ref(shards))
         return shards
+
+    def _cut_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of an optimizer that has trained the plain model, each tp rank keeps the part of its parameters."""
+        for parameter, values in optimizer.state.items():
+            fqn = self.engine.fqn_of.get(id(parameter))
+            if fqn is None or self.cuts is None or self.cuts.own(fqn) is None:
+                continue
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and tuple(value.shape) == self.global_shape(fqn):
+                    values[key] = self.part(fqn, value)
 
     def optimizers(self) -> list[OptimizerShards]:
         """Of the optimizers that are still alive."""
@@ -128,6 +154,30 @@ class Runtime:
             self.engine.scale_settled(self._settled_weight / weight)
         self.engine.settle(1.0 / weight if weight > 0 else 1.0)
         self._settled_weight = weight
+
+    # -- tensor parallel -------------------------------------------------------------------------------
+
+    def global_shape(self, fqn: str) -> tuple[int, ...]:
+        """Shape of a parameter in the user's model."""
+        return self.engine.placements[fqn].global_shape
+
+    def whole(self, fqn: str, local: torch.Tensor) -> torch.Tensor:
+        """The whole of values of a parameter's shape of which each tp rank has its part. *Collective* over tp."""
+        return local if self.cuts is None else self.cuts.whole(fqn, local)
+
+    def part(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this tp rank holds of whole values of a parameter's shape."""
+        return whole if self.cuts is None else self.cuts.part(fqn, whole)
+
+    def check_batch(self, batch: object) -> None:
+        """Once: that the ranks that cut each layer work on the same batch.
+
+        Raises:
+            BatchError: they do not.
+        """
+        if not self.is_batch_checked:
+            check_same_batch(batch, group=self.mesh.group("tp"))
+            self.is_batch_checked = True
 
     def has_gradients(self) -> bool:
         """Whether any gradient buffer is alive on this rank."""

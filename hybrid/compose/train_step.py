@@ -19,6 +19,7 @@ from torch import nn
 
 from hybrid.collectives import ops
 from hybrid.compose.batch import num_samples, num_tokens, split_batch
+from hybrid.compose.context import DATA_AXES
 from hybrid.compose.optimizer import DistributedOptimizer
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import BatchError, ModelError, OptimizerError
@@ -84,6 +85,7 @@ def train_batch(
     runtime.recover()
     runtime.engine.adopt_hand_made_changes()
     _check_arguments(runtime, optimizer, step)
+    runtime.check_batch(batch)
     scaler = _choose_scaler(runtime, scaler)
     strategy, reducer = runtime.strategy, runtime.engine.reducer
     micro_batches = split_batch(
@@ -103,7 +105,7 @@ def train_batch(
             loss_sum = _forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
             if index == last:
                 # Under way during the last backward, so that its latency costs nothing.
-                totals_handle = ops.all_reduce(totals, group=runtime.mesh.world, control=True)
+                totals_handle = ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES), control=True)
             with runtime.reducing(reduce_now):
                 if loss_sum is not None:
                     (loss_sum if scaler is None else scaler.scale(loss_sum)).backward()
@@ -155,7 +157,7 @@ def eval_batch(
         _check_samples_everywhere(runtime, pieces)
         for micro_batch in pieces:
             _forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
-    ops.all_reduce(totals, group=runtime.mesh.world, control=True).wait()
+    ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES), control=True).wait()
     loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
     return EvalResult(loss=loss, count=totals[1])
 

@@ -40,6 +40,7 @@ class ShardingEngine:
         coordinates: this rank's coordinate on each mesh axis.
         group_of: axes -> group of the ranks that differ from this one on these axes alone.
         compute_dtypes: fqn -> lower dtype that a parameter gets; its fp32 master keeps the values as given.
+        planned_elements: fqn -> size to plan buckets by, of parameters of which ranks hold parts of unequal size.
         device: where the buffers are; None: where the parameters are. Those on the meta device get values by `store`.
         peers: the reducers of all models trained in this process, in the order of their wrapping.
 
@@ -57,6 +58,7 @@ class ShardingEngine:
         coordinates: Mapping[str, int],
         group_of: Callable[[tuple[str, ...]], ops.Group],
         compute_dtypes: Mapping[str, torch.dtype] | None = None,
+        planned_elements: Mapping[str, int] | None = None,
         device: torch.device | None = None,
         peers: Callable[[], Sequence[Reducer]] = tuple,
     ) -> None:
@@ -72,7 +74,8 @@ class ShardingEngine:
         self._coordinates = dict(coordinates)
         self._group_of = group_of
         self._peers = peers
-        self._compute_dtypes = dict(compute_dtypes or {})
+        self._planned_elements = dict(planned_elements or {})
+        self.compute_dtypes = dict(compute_dtypes or {})
         self._units = tuple(units)
         self.settlements = 0
         self.unsharder: Unsharder | None = None
@@ -117,8 +120,9 @@ class ShardingEngine:
             kind=kind,
             coordinates=self._coordinates,
             group_of=self._group_of,
-            compute_dtypes=self._compute_dtypes,
+            compute_dtypes=self.compute_dtypes,
             device=self.device,
+            planned_elements=self._planned_elements,
             first_index=first_index,
         )
 
@@ -270,6 +274,13 @@ class ShardingEngine:
         else:
             for bucket in buckets:
                 bucket.take_own_from_data()
+
+    def adopt_edits(self, bucket: Bucket) -> None:
+        """Take values of this bucket that were edited in place into the own shard and the master, if it is whole."""
+        if self.unsharder is None:
+            bucket.take_own_from_data()
+        elif self.unsharder.is_whole(bucket):
+            bucket.take_edits_from_data()
 
     @contextmanager
     def whole(self, fqns: Sequence[str] | None = None) -> Iterator[None]:

@@ -20,7 +20,9 @@ from hybrid.errors import OptimizerError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
 
-__all__ = ["OptimizerShards", "Shard", "is_elementwise"]
+__all__ = ["MASTER", "OptimizerShards", "Shard", "is_elementwise"]
+
+MASTER = "master"  # the key of a low-precision parameter's fp32 master beside the optimizer's own (exp_avg, ...)
 
 # Optimizers of torch.optim whose update of an element depends on that element's own gradient and state alone, so
 # that they may step on shards cut anywhere. Adafactor, Muon, LBFGS and SparseAdam are not among them.
@@ -192,6 +194,40 @@ class OptimizerShards:
                     f"{shape}: it cannot be cut; set sharding_configs['partition'] = 'parameter'"
                 )
         return cut
+
+    def own_state(self) -> dict[str, dict[str, Any]]:
+        """fqn -> this rank's slice of the optimizer's state and of the master; without either, left out."""
+        self.engine.gather.finish()
+        for bucket in self.buckets():
+            self.engine.adopt_edits(bucket)
+        own: dict[str, dict[str, Any]] = {}
+        for shard in self._shards.values():
+            if shard.tensor is None or shard.part is None:
+                continue
+            values = dict(self._optimizer.state.get(shard.tensor, {}))
+            if shard.bucket.master is not None:
+                values[MASTER] = shard.bucket.slice_view(shard.bucket.master, shard.part).detach()
+            if values:
+                own[shard.fqn] = values
+        return own
+
+    def set_whole_master(self, fqn: str, master: torch.Tensor) -> None:
+        """Give a parameter its master, and itself the rounded one; in full precision where it has no master."""
+        bucket = self.engine.bucket_of[fqn]
+        bucket.store(bucket.position_of[fqn], master.detach().to(bucket.data.device))
+
+    def set_own_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Give parameters this rank's slices of their masters, and all ranks the rounded values. *Collective.*"""
+        buckets = [bucket for bucket in self.buckets() if bucket.master is not None]
+        if not buckets:
+            return
+        self.engine.before_update(buckets)
+        for bucket in buckets:
+            for part in bucket.slices:
+                if part.fqn in masters:
+                    assert bucket.master is not None
+                    bucket.slice_view(bucket.master, part).copy_(masters[part.fqn])
+        self.engine.after_update(buckets, deferred=False)
 
     def state_bytes(self) -> int:
         """Live bytes of the optimizer's state on this rank."""

@@ -56,11 +56,14 @@ def make_buckets(
     group_of: Callable[[tuple[str, ...]], ops.Group],
     compute_dtypes: Mapping[str, torch.dtype],
     device: torch.device,
+    planned_elements: Mapping[str, int],
     first_index: int = 0,
 ) -> tuple[Bucket, ...]:
     """Put `parameters` (all trainable, or all frozen) into buckets, in launch order: reverse registration.
 
     At stage 3 a bucket holds either blocks or what lies around them, since the two live for different times.
+    `planned_elements` stands for the size of a parameter that other ranks may hold more or less of: which parameters
+    lie together must not differ between ranks.
     """
     launch_order = {fqn: place for place, fqn in enumerate(reversed(list(parameters)))}
     planned: list[tuple[BucketKey, tuple[str, ...]]] = []
@@ -77,7 +80,8 @@ def make_buckets(
                     continue
                 members = [fqn for fqn in reversed(unit.fqns) if keys.get(fqn) == key]
                 if members:
-                    sizes.append(tuple((fqn, parameters[fqn].numel() * key.dtype.itemsize) for fqn in members))
+                    elements = [planned_elements.get(fqn, parameters[fqn].numel()) for fqn in members]
+                    sizes.append(tuple((fqn, n * key.dtype.itemsize) for fqn, n in zip(members, elements, strict=True)))
             planned += [(key, fqns) for fqns in plan_buckets(sizes, bucket_bytes=settings.bucket_bytes)]
     # A bucket is full when its last parameter has its gradient: launch in the order of these moments.
     planned.sort(key=lambda item: max(launch_order[fqn] for fqn in item[1]))

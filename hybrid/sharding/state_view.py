@@ -1,4 +1,4 @@
-"""Whole values of what is cut: gradients and optimizer state under the plain model's names.
+"""Whole values of what is cut: parameters, gradients and optimizer state under the plain model's names.
 
 Every function here is collective: all ranks of the world call it, in the same order.
 """
@@ -15,7 +15,33 @@ from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
 from hybrid.sharding.optimizer_state import OptimizerShards
 
-__all__ = ["bucket_gradients", "describe", "whole_optimizer_state"]
+__all__ = ["bucket_gradients", "describe", "whole_optimizer_state", "whole_parameters"]
+
+
+def whole_parameters(engine: ShardingEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """(fqn, whole value) of every parameter, in the precision in which it was given; read it before the next.
+
+    The values are those of the masters where there are any; a frozen parameter that computes in low precision has
+    none. Sends each bucket once, where its values are not on every rank, and holds one whole bucket at a time.
+    """
+    engine.gather.finish()
+    for bucket in engine.all_buckets():
+        engine.adopt_edits(bucket)
+        wants_master = bucket.master is not None and any(fqn in engine.compute_dtypes for fqn in bucket.fqns)
+        if bucket.cut is None and not wants_master:
+            whole = bucket.data
+        else:
+            own = bucket.own_data() if wants_master else bucket.own_parameters()
+            whole = torch.zeros(bucket.partition.num_elements, dtype=own.dtype, device=bucket.data.device)
+            whole[bucket.low : bucket.high] = own
+            _gather(engine, bucket, whole)
+        for position, fqn in enumerate(bucket.fqns):
+            given = torch.float32 if fqn in engine.compute_dtypes else bucket.key.dtype
+            yield fqn, bucket.view(whole, position).to(given)
+    inside = {fqn for bucket in engine.all_buckets() for fqn in bucket.fqns}
+    for fqn, parameter in engine.parameters.items():
+        if fqn not in inside:
+            yield fqn, parameter.float() if fqn in engine.compute_dtypes else parameter
 
 
 def bucket_gradients(engine: ShardingEngine, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -33,12 +59,12 @@ def bucket_gradients(engine: ShardingEngine, bucket: Bucket) -> Iterator[tuple[s
 
 
 def whole_optimizer_state(shards: OptimizerShards, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """fqn -> state with whole tensors, as a plain optimizer would hold it. Parameters without state are left out."""
+    """fqn -> state with whole tensors, as a plain optimizer would hold it, and the master of a low-precision parameter.
+
+    Parameters without either are left out.
+    """
     engine = shards.engine
-    own: dict[str, dict[str, Any]] = {}
-    for shard in shards.shards():
-        if shard.tensor is not None and shard.tensor in optimizer.state:
-            own[shard.fqn] = optimizer.state[shard.tensor]
+    own = shards.own_state()
     result: dict[str, dict[str, Any]] = {}
     for bucket in shards.buckets():
         group = engine.shard_group(bucket)

@@ -87,8 +87,9 @@ class Unsharder:
         self.peak_whole = 0
         for bucket in self._buckets:
             mark_absent(bucket.parameters, self)
-        model.register_forward_pre_hook(self._before_model, prepend=True)
-        model.register_forward_hook(self._after_model, always_call=True)
+        for module in (model, *self._callable_alone(model, unit_names)):
+            module.register_forward_pre_hook(self._before_model, prepend=True)
+            module.register_forward_hook(self._after_model, always_call=True)
         for name in self._units:
             unit = model.get_submodule(name)
             unit.register_forward_pre_hook(self._before_unit_hook(name), prepend=True)
@@ -110,6 +111,17 @@ class Unsharder:
         for fqn, parameter in model.named_parameters():
             if not fqn.startswith(prefixes) and id(parameter) in self._bucket_of:
                 yield parameter
+
+    def _callable_alone(self, model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
+        """Modules outside the units that hold parameters: `model.encoder(x)` is a forward of its own.
+
+        Called inside the model's forward, they only count one level deeper.
+        """
+        prefixes = tuple(f"{name}." for name in names)
+        for name, module in model.named_modules():
+            if name and name not in names and not name.startswith(prefixes):
+                if next(module.parameters(), None) is not None:
+                    yield module
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -346,6 +358,9 @@ class Unsharder:
             if not self._edited and self._forward_depth == 0:
                 for bucket in self._buckets:
                     self._free(bucket)
+
+    def is_whole(self, bucket: Bucket) -> bool:
+        return self._state[bucket.index] is ShardedState.WHOLE
 
     def states(self) -> Mapping[int, ShardedState]:
         return dict(enumerate(self._state))

@@ -24,10 +24,8 @@ def _above_one(value: Any) -> bool:
 
 
 _LINES = (
-    ("tp", _above_one, "tensor parallel", "use degree 1"),
     ("pp", _above_one, "pipeline parallel", "use degree 1"),
     ("cp", _above_one, "context parallel", "use degree 1"),
-    ("sequence_parallel", bool, "sequence parallel", "leave it out"),
     ("schedule", bool, "the choice of a pipeline schedule", "leave it out"),
     ("virtual_stages", _above_one, "virtual pipeline stages", "leave it out"),
 )

@@ -25,6 +25,13 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
                 f"{choice.said} does nothing {at_stage}: parameters are gathered by unit at stage 3 only; choose "
                 f"stage 3, or leave it out{_ELSE[name]}"
             )
+    for name in ("sequence_parallel", "tensor_plan", "tensor_verify"):
+        choice = choices[name]
+        if choice.given and choice.value and choices["tp"].value == 1:
+            problems.append(
+                f"{choice.where} does nothing with a tensor-parallel degree of 1: nothing is cut; choose a degree of 2 "
+                "or more, or leave it out"
+            )
     gather = choices["overlap_param_gather"]
     if gather.given and gather.value and stage.value == 3:
         problems.append(

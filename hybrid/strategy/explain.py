@@ -51,7 +51,7 @@ _DETAILS = {
         "amp_backoff_factor",
     ),
     "recompute": ("recompute_units", "recompute_policy", "recompute_preserve_rng"),
-    "tensor_parallel": ("sequence_parallel",),
+    "tensor_parallel": ("sequence_parallel", "tensor_plan", "tensor_verify"),
     "pipeline": ("schedule", "virtual_stages"),
 }
 _NAMES = {"shard_size": "dp_shard (shard_size)", "order": "order (outer to inner)"}
@@ -174,6 +174,7 @@ _OPEN = {
     "max_norm": "off",
     "clip_value": "off",
     "seed": "not set",
+    "tensor_plan": "the model's own, or that of its family",
 }
 
 
@@ -211,6 +212,8 @@ def _plain(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {item}" for key, item in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

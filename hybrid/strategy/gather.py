@@ -49,6 +49,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "units": ("sharding_configs.units",),
     "prefetch": ("sharding_configs.prefetch",),
     "sequence_parallel": ("tensor_parallel_configs.sequence_parallel",),
+    "tensor_plan": ("tensor_parallel_configs.plan",),
+    "tensor_verify": ("tensor_parallel_configs.verify",),
     "schedule": ("pipeline_configs.schedule",),
     "virtual_stages": ("pipeline_configs.virtual_stages",),
     "amp": ("amp",),

@@ -26,7 +26,13 @@ from hybrid.strategy.degrees import solve_degrees
 from hybrid.strategy.effects import check_clipping, check_effects
 from hybrid.strategy.features import find_features, settle_stage
 from hybrid.strategy.gather import Gathered, gather
-from hybrid.strategy.resolved import AmpSettings, GradientClipping, RecomputeSettings, ResolvedStrategy
+from hybrid.strategy.resolved import (
+    AmpSettings,
+    GradientClipping,
+    RecomputeSettings,
+    ResolvedStrategy,
+    TensorParallelSettings,
+)
 from hybrid.strategy.values import whole
 
 if TYPE_CHECKING:
@@ -136,6 +142,7 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         loss_reduction=value["loss_reduction"],
         amp=amp_settings(value),
         recompute=recompute_settings(value),
+        tensor_parallel=tensor_settings(value, degree=layout.degree("tp")),
         seed=value["seed"],
         timeout_seconds=value["timeout_seconds"],
         notes=result.notes,
@@ -194,6 +201,18 @@ def recompute_settings(value: Mapping[str, Any]) -> RecomputeSettings | None:
         units=None if units is None else tuple(units),
         policy=value["recompute_policy"],
         preserve_rng=value["recompute_preserve_rng"],
+    )
+
+
+def tensor_settings(value: Mapping[str, Any], *, degree: int) -> TensorParallelSettings | None:
+    """Tensor parallel out of the values of all settings; None at degree 1."""
+    if degree == 1:
+        return None
+    return TensorParallelSettings(
+        degree=degree,
+        sequence_parallel=value["sequence_parallel"],
+        plan=value["tensor_plan"],
+        verify=value["tensor_verify"],
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hybrid.contracts.layout import Layout
 from hybrid.units import format_bytes, format_seconds
 
-__all__ = ["AmpSettings", "GradientClipping", "RecomputeSettings", "ResolvedStrategy"]
+__all__ = ["AmpSettings", "GradientClipping", "RecomputeSettings", "ResolvedStrategy", "TensorParallelSettings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,23 @@ class RecomputeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelSettings:
+    """How layers are cut over tp ranks."""
+
+    degree: int
+    sequence_parallel: bool
+    plan: Mapping[str, Any] | None
+    verify: bool
+
+    def __str__(self) -> str:
+        words = [f"over {self.degree} ranks"]
+        words += ["activations between layers cut along the sequence"] * self.sequence_parallel
+        words += [f"plan of {len(self.plan)} entries"] if self.plan else []
+        words += ["verified against the plain model"] * self.verify
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedStrategy:
     """All settings as the runtime uses them. Made by `DistributedStrategy.resolve`."""
 
@@ -90,6 +108,8 @@ class ResolvedStrategy:
     loss_reduction: Literal["mean", "sum"]
     amp: AmpSettings | None
     recompute: RecomputeSettings | None
+    tensor_parallel: TensorParallelSettings | None
+    """None at degree 1."""
     seed: int | None
     timeout_seconds: float
     notes: tuple[str, ...] = ()
@@ -107,6 +127,7 @@ class ResolvedStrategy:
             f"world       {self.world_size} = {self.layout.describe()}",
             f"sharding    ZeRO stage {self.zero_stage} ({cut}); {replicas} × {self.shard_size} ranks "
             f"(replicas × shard_size)",
+            *([f"tensor      layers cut {self.tensor_parallel}"] if self.tensor_parallel is not None else []),
             f"traffic     buckets of {format_bytes(self.bucket_bytes)}; overlap {_switch(self.overlap_comm)}; "
             f"{_gather(self)}; "
             f"gradients reduced {_reduction(self.grad_reduce)}",

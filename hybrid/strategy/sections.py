@@ -24,6 +24,7 @@ from hybrid.strategy.values import (
     LossScale,
     Names,
     Order,
+    ParallelPlan,
     PositiveOrInfinite,
     ReduceDtype,
     WholeFromZero,
@@ -102,6 +103,10 @@ class TensorParallelConfigs(Section):
     """Ranks over which each layer is cut."""
     sequence_parallel: Boolean = False
     """Also cut the activations between the layers, along the sequence."""
+    plan: ParallelPlan | None = None
+    """Pattern of module names -> how they are cut, where the model's own plan and the known families do not say."""
+    verify: Boolean = False
+    """Run one small batch through the plain and the cut model first, and stop at the first module that differs."""
 
 
 class PipelineConfigs(Section):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,6 +31,7 @@ __all__ = [
     "LossScale",
     "Names",
     "Order",
+    "ParallelPlan",
     "Positive",
     "PositiveOrInfinite",
     "ReduceDtype",
@@ -179,6 +180,24 @@ def _read_names(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _read_plan(value: object) -> dict[str, Any]:
+    """Which names, styles and words there are is seen when the model is there; here, only the form."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected a dict such as {{'blocks.*.attn.qkv': 'colwise'}}, got {_kind(value)}")
+    if not value:
+        raise ValueError("expected a dict of patterns, got an empty one; leave the setting out instead")
+    read: dict[str, Any] = {}
+    for pattern, entry in value.items():
+        if not isinstance(pattern, str) or not pattern.strip():
+            raise ValueError(f"expected names of modules as keys, got {_kind(pattern)}")
+        if isinstance(entry, Mapping):
+            entry = {key: list(item) if isinstance(item, tuple) else item for key, item in entry.items()}
+        elif not isinstance(entry, str):
+            raise ValueError(f"expected a style or a dict for {pattern!r}, got {_kind(entry)}")
+        read[pattern.strip()] = entry
+    return read
+
+
 def _read_order(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [word.strip() for word in value.split(",")]
@@ -282,6 +301,18 @@ GradReduce = Annotated[
 ]
 _NAMES_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 Names = Annotated[tuple[str, ...], BeforeValidator(_read_names), WithJsonSchema(_NAMES_SCHEMA)]
+ParallelPlan = Annotated[
+    dict[str, Any],
+    BeforeValidator(_read_plan),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+            "examples": [{"blocks.*.attn.qkv": {"style": "colwise", "fused": 3}, "blocks.*.attn.proj": "rowwise"}],
+        }
+    ),
+]
 Order = Annotated[
     tuple[str, ...],
     BeforeValidator(_read_order),

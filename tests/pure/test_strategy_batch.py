@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid.errors import StrategyError
 from hybrid.strategy import DistributedStrategy, GradientClipping
-from hybrid.strategy.resolved import AmpSettings, RecomputeSettings
+from hybrid.strategy.resolved import AmpSettings, RecomputeSettings, TensorParallelSettings
 from tests.pure.strategy_cases import refused
 
 BATCH = ("micro_batch_size", "accumulate_steps", "global_batch_size")
@@ -154,15 +155,39 @@ def test_auto_reduction_follows_the_stage(number: int, grad_reduce: str) -> None
 @pytest.mark.parametrize(
     ("given_settings", "words"),
     [
-        ({"tensor_parallel": True, "tensor_parallel_configs": {"degree": 2}}, ["degree = 2", "tensor parallel"]),
         ({"pipeline": True, "pipeline_configs": {"degree": 2}}, ["degree = 2", "pipeline parallel"]),
         ({"hybrid_configs": {"sep_degree": 2}}, ["sep_degree = 2", "context parallel"]),
-        ({"hybrid_configs": {"mp_degree": -1, "dp_degree": 1}}, ["mp_degree = 2", "tensor parallel"]),
+        ({"hybrid_configs": {"pp_degree": -1, "dp_degree": 1}}, ["pp_degree = 2", "pipeline parallel"]),
     ],
 )
 def test_what_is_not_built_is_refused_with_that_word(given_settings: dict[str, Any], words: list[str]) -> None:
     """Protects against a setting that is accepted before anything acts on it."""
     refused(given_settings, 2, "not available yet", *words)
+
+
+def test_tensor_parallel_arrives_as_given() -> None:
+    """Protects every field on its way to the runtime, under our names and Fleet's."""
+    plan = {"blocks.*.qkv": {"style": "colwise", "fused": 3}, "blocks.*.proj": "rowwise"}
+    resolved = DistributedStrategy(
+        tensor_parallel=True,
+        tensor_parallel_configs={"mp_degree": 2, "sequence_parallel": True, "plan": plan, "verify": True},
+    ).resolve(4)
+    assert resolved.tensor_parallel == TensorParallelSettings(degree=2, sequence_parallel=True, plan=plan, verify=True)
+    assert (resolved.data_parallel_size, resolved.layout.degree("tp")) == (2, 2)
+    assert DistributedStrategy(hybrid_configs={"mp_degree": 1}).resolve(4).tensor_parallel is None
+
+
+@pytest.mark.parametrize("setting", [{"sequence_parallel": True}, {"plan": {"a": "colwise"}}, {"verify": True}])
+def test_settings_of_tensor_parallel_need_a_degree_above_1(setting: dict[str, Any]) -> None:
+    """Protects against a setting that would do nothing."""
+    given_settings = {"tensor_parallel": True, "tensor_parallel_configs": {"degree": 1, **setting}}
+    refused(given_settings, 2, f"tensor_parallel_configs.{next(iter(setting))}", "degree of 1")
+
+
+@pytest.mark.parametrize("plan", [{}, [], {"a": 3}, {3: "colwise"}, {"": "colwise"}, "colwise"])
+def test_a_plan_of_another_form_is_refused(plan: Any) -> None:
+    with pytest.raises(StrategyError, match=r"tensor_parallel_configs\.plan = "):
+        DistributedStrategy(tensor_parallel=True, tensor_parallel_configs={"degree": 2, "plan": plan})
 
 
 def test_mixed_precision_and_recompute_arrive_as_given() -> None:

@@ -120,7 +120,7 @@ def _objects(schema: dict[str, Any], path: str = "") -> dict[str, set[str]]:
     found = {path: set(schema["properties"])}
     for name, inner in schema["properties"].items():
         for option in inner.get("anyOf", ()):
-            if option.get("type") == "object":
+            if option.get("type") == "object" and "properties" in option:  # a plan's keys are names of modules
                 assert option["additionalProperties"] is False
                 found.update(_objects(option, f"{path}.{name}" if path else name))
     return found

@@ -1,0 +1,302 @@
+"""Collectives as differentiable functions: what tensor-parallel layers are made of.
+
+                        forward                       backward
+    copy_to             the input                     all-reduce of the gradient
+    reduce_from         all-reduce                    the gradient
+    gather_from         all-gather along a dim        reduce-scatter (partial=True), or the own slice
+    scatter_to          own slice along a dim         all-gather
+    reduce_scatter_from reduce-scatter along a dim    all-gather
+
+All are out of place, and return their input where the group has one rank. Underneath lie three operations of torch's
+own registry, `hybrid::all_reduce`, `hybrid::all_gather` and `hybrid::reduce_scatter`: so fake tensors know their
+shapes, and selective recompute can keep their results instead of sending twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from hybrid.collectives import ops
+from hybrid.collectives.group import Group
+
+__all__ = [
+    "COLLECTIVE_OPERATIONS",
+    "all_reduce_max",
+    "all_reduce_sum",
+    "copy_to",
+    "gather_from",
+    "reduce_from",
+    "reduce_scatter_from",
+    "scatter_to",
+    "split_sizes",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]
+
+# Operations of torch's registry take plain values, so a group goes in by its number.
+_groups: dict[int, Group] = {}
+_number_of: dict[int, int] = {}
+_numbers = itertools.count(1)
+
+
+def _number(group: Group) -> int:
+    number = _number_of.get(id(group))
+    if number is None or _groups[number] is not group:
+        number = next(_numbers)
+        _number_of[id(group)], _groups[number] = number, group
+    return number
+
+
+def split_sizes(size: int, num_parts: int) -> list[int]:
+    """`size` in `num_parts` parts that differ by one at most, the longer ones first."""
+    return [size // num_parts + (part < size % num_parts) for part in range(num_parts)]
+
+
+# -- under way ---------------------------------------------------------------------------------------------------
+
+
+def start_all_reduce(tensor: torch.Tensor, *, group: Group, op: str = "sum") -> Callable[[], torch.Tensor]:
+    """Launch the all-reduce of a contiguous tensor, in place; the tensor may be used once the result was asked for."""
+    handle = ops.all_reduce(tensor.view(-1), group=group, op=op)
+
+    def finish() -> torch.Tensor:
+        handle.wait()
+        return tensor
+
+    return finish
+
+
+def start_reduce_scatter(
+    tensor: torch.Tensor, *, group: Group, dim: int, sizes: Sequence[int] | None = None
+) -> Callable[[], torch.Tensor]:
+    """Launch the reduce-scatter of a copy of the tensor along `dim`; the result is this rank's part of the sum."""
+    dim = dim % tensor.dim()
+    sizes = split_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
+    front = tensor.movedim(dim, 0)
+    row = math.prod(front.shape[1:])
+    bounds = [row * start for start in itertools.accumulate(sizes, initial=0)]
+    flat = front.clone(memory_format=torch.contiguous_format).view(-1)
+    handle = ops.reduce_scatter(flat, bounds=bounds, group=group)
+
+    def finish() -> torch.Tensor:
+        handle.wait()
+        own = flat[bounds[group.rank] : bounds[group.rank + 1]]
+        # A copy: the own range must not keep the rest of the buffer alive.
+        return (
+            own.view(sizes[group.rank], *front.shape[1:]).movedim(0, dim).clone(memory_format=torch.contiguous_format)
+        )
+
+    return finish
+
+
+# -- operations of torch's registry ------------------------------------------------------------------------------
+
+# Defined by a Library, not by `torch.library.custom_op`: a call costs 10 µs and not 60, and there are four and more
+# of them in each block of a model.
+_LIBRARY = torch.library.Library("hybrid", "DEF")
+_LIBRARY.define("all_reduce(Tensor tensor, int group, str op) -> Tensor")
+_LIBRARY.define("all_gather(Tensor tensor, int group, int dim, int[] sizes) -> Tensor")
+_LIBRARY.define("reduce_scatter(Tensor tensor, int group, int dim, int[] sizes) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "all_reduce", "CompositeExplicitAutograd")
+def _all_reduce(tensor: torch.Tensor, group: int, op: str) -> torch.Tensor:
+    return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group=_groups[group], op=op)()
+
+
+@torch.library.register_fake("hybrid::all_reduce")
+def _(tensor: torch.Tensor, group: int, op: str) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@torch.library.impl(_LIBRARY, "all_gather", "CompositeExplicitAutograd")
+def _all_gather(tensor: torch.Tensor, group: int, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Rank r has `sizes[r]` along `dim`; the result has their sum."""
+    members = _groups[group]
+    front = tensor.movedim(dim, 0)
+    row = math.prod(front.shape[1:])
+    bounds = [row * start for start in itertools.accumulate(sizes, initial=0)]
+    flat = torch.empty(bounds[-1], dtype=tensor.dtype, device=tensor.device)
+    flat[bounds[members.rank] : bounds[members.rank + 1]].view(front.shape).copy_(front)
+    ops.all_gather(flat, bounds=bounds, group=members).wait()
+    return flat.view(sum(sizes), *front.shape[1:]).movedim(0, dim).contiguous()
+
+
+@torch.library.register_fake("hybrid::all_gather")
+def _(tensor: torch.Tensor, group: int, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = sum(sizes)
+    return tensor.new_empty(shape)
+
+
+@torch.library.impl(_LIBRARY, "reduce_scatter", "CompositeExplicitAutograd")
+def _reduce_scatter(tensor: torch.Tensor, group: int, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Rank r gets the sum of its `sizes[r]` along `dim`."""
+    return start_reduce_scatter(tensor, group=_groups[group], dim=dim, sizes=sizes)()
+
+
+@torch.library.register_fake("hybrid::reduce_scatter")
+def _(tensor: torch.Tensor, group: int, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = sizes[_groups[group].rank]
+    return tensor.new_empty(shape)
+
+
+# What selective recompute keeps rather than sends again.
+COLLECTIVE_OPERATIONS = (
+    torch.ops.hybrid.all_reduce.default,
+    torch.ops.hybrid.all_gather.default,
+    torch.ops.hybrid.reduce_scatter.default,
+)
+
+
+def _reduced(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
+    return cast(torch.Tensor, torch.ops.hybrid.all_reduce.default(tensor, _number(group), op))
+
+
+def _gathered(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    return cast(torch.Tensor, torch.ops.hybrid.all_gather.default(tensor, _number(group), dim, list(sizes)))
+
+
+def _reduce_scattered(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    return cast(torch.Tensor, torch.ops.hybrid.reduce_scatter.default(tensor, _number(group), dim, list(sizes)))
+
+
+def _own_slice(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    return tensor.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank]).contiguous()
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------
+
+# Each backward is itself one of these functions, so that gradients of gradients are right too.
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce_from(gradients[0], group=ctx.group), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        return copy_to(gradient, group=ctx.group) if torch.is_grad_enabled() else gradient, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], partial: bool
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.sizes, ctx.partial = group, dim, sizes, partial
+        return _gathered(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        back = reduce_scatter_from if ctx.partial else scatter_to
+        return back(gradients[0], group=ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _own_slice(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = gather_from(gradients[0], group=ctx.group, dim=ctx.dim, sizes=ctx.sizes, partial=False)
+        return back, None, None, None
+
+
+class _ReduceScatterFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _reduce_scattered(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = gather_from(gradients[0], group=ctx.group, dim=ctx.dim, sizes=ctx.sizes, partial=True)
+        return back, None, None, None
+
+
+def copy_to(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:
+    """The tensor, where each rank of the group computes a part of what comes of it: its gradients are summed."""
+    if group.size == 1:
+        return tensor
+    return cast(torch.Tensor, _CopyTo.apply(tensor, group))
+
+
+def reduce_from(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:
+    """The sum over the group, with which each rank goes on alike."""
+    if group.size == 1:
+        return tensor
+    return cast(torch.Tensor, _ReduceFrom.apply(tensor, group))
+
+
+def gather_from(
+    tensor: torch.Tensor, *, group: Group, dim: int, sizes: Sequence[int] | None = None, partial: bool
+) -> torch.Tensor:
+    """The tensors of all ranks joined along `dim`.
+
+    Args:
+        tensor: this rank's part.
+        group: the ranks that hold the parts, in their order.
+        dim: dim to join along.
+        sizes: size of each rank's part along `dim`; None: all are as this one.
+        partial: whether each rank will have only a part of the result's gradient (they are summed), or all of it.
+    """
+    if group.size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    parts = list(sizes) if sizes is not None else [tensor.shape[dim]] * group.size
+    return cast(torch.Tensor, _GatherFrom.apply(tensor, group, dim, parts, partial))
+
+
+def scatter_to(tensor: torch.Tensor, *, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """This rank's part along `dim` of a tensor that all ranks of the group hold alike (default: even parts)."""
+    if group.size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    parts = list(sizes) if sizes is not None else split_sizes(tensor.shape[dim], group.size)
+    return cast(torch.Tensor, _ScatterTo.apply(tensor, group, dim, parts))
+
+
+def reduce_scatter_from(
+    tensor: torch.Tensor, *, group: Group, dim: int, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
+    """This rank's part along `dim` of the sum over the group (default: even parts)."""
+    if group.size == 1:
+        return tensor
+    dim = dim % tensor.dim()
+    parts = list(sizes) if sizes is not None else split_sizes(tensor.shape[dim], group.size)
+    return cast(torch.Tensor, _ReduceScatterFrom.apply(tensor, group, dim, parts))
+
+
+def all_reduce_sum(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:
+    """The sum over the group; no gradient passes."""
+    with torch.no_grad():
+        return tensor.detach() if group.size == 1 else _reduced(tensor.detach(), group)
+
+
+def all_reduce_max(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:
+    """The largest of the group's values, element by element; no gradient passes."""
+    with torch.no_grad():
+        return tensor.detach() if group.size == 1 else _reduced(tensor.detach(), group, "max")

@@ -1,0 +1,133 @@
+"""The matrix product of a column-parallel layer whose communication and computation overlap in backward.
+
+    1. gradient of the input:   this rank's part of the sum
+    2. launch its all-reduce    (sequence_dim: reduce-scatter)
+    3. gradient of the weight   while the messages are under way
+    4. gradient of the bias
+    5. wait for 2
+
+Forward is the plain one: an all-gather under `sequence_dim`, then the product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.nn import functional
+
+from hybrid.collectives.autograd import copy_to, gather_from, reduce_from, start_all_reduce, start_reduce_scatter
+from hybrid.collectives.group import Group
+from hybrid.tensor.entry import autocast_dtype
+
+__all__ = ["overlapped_linear", "plain_linear"]
+
+
+def plain_linear(
+    tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_transposed: bool
+) -> torch.Tensor:
+    """tensor @ weight.T + bias; a transposed weight (of a Conv1D) is (in, out)."""
+    if not is_transposed:
+        return functional.linear(tensor, weight, bias)
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    return product.view(*tensor.shape[:-1], weight.shape[1])
+
+
+def overlapped_linear(
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: Group,
+    sequence_dim: int | None,
+    is_transposed: bool,
+) -> torch.Tensor:
+    """`plain_linear` of what an entry makes of `tensor`, for an entry that no other layer shares."""
+    dtype = autocast_dtype(tensor)
+    if dtype is not None:
+        tensor, weight = tensor.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    options = _Options(group=group, sequence_dim=sequence_dim, is_transposed=is_transposed)
+    return cast(torch.Tensor, _OverlappedLinear.apply(tensor, weight, bias, options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    group: Group
+    sequence_dim: int | None
+    is_transposed: bool
+
+
+class _OverlappedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options
+    ) -> torch.Tensor:
+        if options.sequence_dim is not None:
+            tensor = gather_from(tensor, group=options.group, dim=options.sequence_dim, partial=True)
+        ctx.options = options
+        # Frozen parts: the gradient of one needs the other.
+        ctx.save_for_backward(tensor if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        return plain_linear(tensor, weight, bias, is_transposed=options.is_transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        # As in the backward of torch's own operations, the dtypes are those of forward.
+        with torch.autocast(gradient.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                return (*_differentiable(ctx, gradient), None)
+            return (*_overlapped(ctx, gradient), None)
+
+
+def _overlapped(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    options: _Options = ctx.options
+    tensor, weight = ctx.saved_tensors
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    of_weight, of_bias, finish = None, None, None
+    if ctx.needs_input_grad[0]:
+        part = _of_input(rows, weight, options)
+        part = part.view(*gradient.shape[:-1], part.shape[1])
+        if options.sequence_dim is None:
+            finish = start_all_reduce(part, group=options.group)
+        else:
+            finish = start_reduce_scatter(part, group=options.group, dim=options.sequence_dim)
+        del part  # it belongs to the collective until `finish`
+    if ctx.needs_input_grad[1]:
+        of_weight = _of_weight(rows, tensor, options)
+    if ctx.needs_input_grad[2]:
+        of_bias = rows.sum(0)
+    return (finish() if finish is not None else None), of_weight, of_bias
+
+
+def _differentiable(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The same by operations that have gradients themselves; nothing overlaps."""
+    options: _Options = ctx.options
+    tensor, weight = ctx.saved_tensors
+    if options.sequence_dim is not None:
+        raise RuntimeError(
+            "a column-parallel layer under sequence parallel has no second derivative: it keeps the gathered input, "
+            "which is no longer part of the graph. Turn sequence_parallel off for gradient penalties"
+        )
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    of_input, of_weight, of_bias = None, None, None
+    if ctx.needs_input_grad[0]:
+        part = _of_input(rows, weight, options)
+        part = part.view(*gradient.shape[:-1], part.shape[1])
+        of_input = reduce_from(part, group=options.group)
+    if ctx.needs_input_grad[1]:
+        of_weight = _of_weight(rows, copy_to(tensor, group=options.group), options)
+    if ctx.needs_input_grad[2]:
+        of_bias = rows.sum(0)
+    return of_input, of_weight, of_bias
+
+
+def _of_input(rows: torch.Tensor, weight: torch.Tensor, options: _Options) -> torch.Tensor:
+    return rows @ weight.t() if options.is_transposed else rows @ weight
+
+
+def _of_weight(rows: torch.Tensor, tensor: torch.Tensor, options: _Options) -> torch.Tensor:
+    inputs = tensor.reshape(-1, tensor.shape[-1])
+    return inputs.t() @ rows if options.is_transposed else rows.t() @ inputs

@@ -1,0 +1,206 @@
+"""Cut an ordinary model over the tp ranks, as a `TensorPlan` says.
+
+Two steps, since values come between them: `cut_parameters` gives each parameter object its local shape (and values,
+where the model has them), `adopt_modules` gives the modules the forward that works on parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hybrid import shims
+from hybrid.collectives import ops
+from hybrid.collectives.group import Group
+from hybrid.contracts.placement import Cut
+from hybrid.contracts.tensor_facts import ModelFacts, parent_of
+from hybrid.contracts.tensor_plan import ModuleRule, TensorPlan
+from hybrid.errors import ModelError
+from hybrid.tensor.attention import ParallelMultiheadAttention, disable_fast_paths
+from hybrid.tensor.cut_module import CutModule, local_part
+from hybrid.tensor.cuts import TensorCuts
+from hybrid.tensor.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
+from hybrid.tensor.entry import Entry
+from hybrid.tensor.head import VocabParallelHead
+from hybrid.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from hybrid.tensor.region import CutRegion
+from hybrid.tensor.sequence import cut_between, gather_at_entry, refuse_hidden_states
+
+__all__ = ["adopt_modules", "cut_parameters", "is_cut_by_hand", "planned_cuts"]
+
+# Column layers of a cross attention that read its own sequence; the others read the one that comes whole.
+_QUERIES = ("q", "query", "q_proj", "q_attn")
+
+
+def is_cut_by_hand(model: nn.Module) -> bool:
+    """Whether the model is built of parallel layers already."""
+    return any(isinstance(module, CutModule) for module in model.modules())
+
+
+def planned_cuts(model: nn.Module, facts: ModelFacts | None, plan: TensorPlan | None, *, group: Group) -> TensorCuts:
+    """The cuts of every parameter on every tp rank, by a plan or of layers built by hand. *Collective* over tp."""
+    own: dict[str, Cut] = {}
+    partial: set[str] = set()
+    if plan is not None:
+        assert facts is not None
+        partial |= set(plan.partial)
+        for fqn, rule in plan.rules.items():
+            known = facts.by_fqn[fqn]
+            for name, cut in rule.cuts(known, rank=group.rank, degree=group.size).items():
+                own[facts.first_names[known.parameter_fqn(name)]] = cut
+    else:
+        first = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+        for module in model.modules():
+            if isinstance(module, CutModule):
+                info = module.tensor_parallel
+                own |= {first[id(module.get_parameter(name))]: cut for name, cut in info.cuts.items()}
+                partial |= {first[id(module.get_parameter(name))] for name in info.partial}
+    everyone = ops.all_gather_object(own, group=group)
+    return TensorCuts(
+        group=group, cuts={fqn: tuple(cuts[fqn] for cuts in everyone) for fqn in own}, partial=frozenset(partial)
+    )
+
+
+def cut_parameters(model: nn.Module, cuts: TensorCuts) -> None:
+    """Each cut parameter, the same object to all who hold it, becomes this rank's part; a tied one is cut once.
+
+    Raises:
+        ModelError: a parameter that has a gradient already.
+    """
+    for fqn, parameter in model.named_parameters():
+        cut = cuts.own(fqn)
+        if cut is None:
+            continue
+        if parameter.grad is not None:
+            raise ModelError(
+                f"parameter {fqn!r} has a gradient, of its whole size, and is to be cut over {cuts.group.size} ranks; "
+                "call model.zero_grad() before distributed_model"
+            )
+        if parameter.is_meta:
+            shape = list(parameter.shape)
+            shape[cut.dim] = cut.local_size
+            shims.give_memory(parameter, torch.empty(shape, dtype=parameter.dtype, device="meta"))
+        else:
+            parameter.data = local_part(parameter.data, cut)
+
+
+def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts) -> None:
+    """Give every module with a rule its parallel forward, and each rank its head counts."""
+    group = cuts.group
+    region = CutRegion(group)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    dims = _sequence_dims(modules, plan)
+    entries: dict[tuple[str, bool], Entry] = {}
+    for fqn, rule in plan.rules.items():
+        module = modules[fqn]
+        # A plan without sequence parallel, and what lies outside the blocks, works on whole sequences.
+        dim = dims.get(fqn) if rule.in_blocks else None
+        match rule.style:
+            case "colwise":
+                entry = _entry(fqn, plan, group=group, dim=dim, entries=entries)
+                ColumnParallelLinear.adopt(
+                    module,
+                    group=group,
+                    cut=_own(cuts, model, module, "weight"),
+                    entry=entry,
+                    gather_output=rule.gather_output,
+                    region=region,
+                )
+            case "rowwise":
+                RowParallelLinear.adopt(
+                    module,
+                    group=group,
+                    cut=_own(cuts, model, module, "weight"),
+                    input_is_parallel=not rule.split_input,
+                    sequence_dim=dim,
+                    region=region,
+                )
+            case "vocab":
+                cut = _own(cuts, model, module, "weight")
+                VocabParallelEmbedding.adopt(module, group=group, cut=cut, region=region)
+            case "embedding_colwise":
+                cut = _own(cuts, model, module, "weight")
+                ColumnParallelEmbedding.adopt(module, group=group, cut=cut, region=region)
+            case "head":
+                cut = _own(cuts, model, module, "weight")
+                VocabParallelHead.adopt(module, group=group, cut=cut, entry=Entry(group), region=region)
+            case "attention":
+                ParallelMultiheadAttention.adopt(
+                    cast(nn.MultiheadAttention, module),
+                    group=group,
+                    region=region,
+                    sequence_dim=dim,
+                    memory_is_whole=True,
+                )
+    for fqn, values in plan.attributes.items():
+        for name, value in values.items():
+            if not _set_by_adoption(plan.rules.get(fqn), name):
+                setattr(modules[fqn], name, value)
+    for stack in plan.blocks:
+        dim = dims[stack[0]]
+        ends = ((stack[0], modules[stack[0]]), (stack[-1], modules[stack[-1]]))
+        cut_between(*ends, group=group, dim=dim, region=region)
+    for fqn in plan.gather_at:
+        if fqn not in plan.rules:  # a column layer or an attention gathers by itself
+            gather_at_entry(modules[fqn], fqn, group=group, dim=dims[fqn])
+    if plan.sequence_parallel:
+        refuse_hidden_states(model)
+    disable_fast_paths(model)
+    kept = list(entries.values())
+
+    def start_afresh(module: nn.Module, args: Any) -> None:
+        """What a forward that was left by an exception has kept, or left open."""
+        if not shims.in_backward():
+            region.reset()
+            for entry in kept:
+                entry.clear()
+
+    model.register_forward_pre_hook(start_afresh, prepend=True)
+
+
+def _own(cuts: TensorCuts, model: nn.Module, module: nn.Module, name: str) -> Cut:
+    parameter = module.get_parameter(name)
+    fqn = next(fqn for fqn, other in model.named_parameters() if other is parameter)
+    cut = cuts.own(fqn)
+    assert cut is not None, fqn
+    return cut
+
+
+def _set_by_adoption(rule: ModuleRule | None, name: str) -> bool:
+    return rule is not None and rule.style == "attention" and name == "num_heads"
+
+
+def _entry(
+    fqn: str, plan: TensorPlan, *, group: Group, dim: int | None, entries: dict[tuple[str, bool], Entry]
+) -> Entry:
+    """Column layers of one parent share what they read. Where the parent gathers, nothing is left to do here."""
+    parent = parent_of(fqn)
+    if fqn in plan.gather_at:
+        return entries.setdefault((fqn, True), Entry(group, sequence_dim=dim))
+    reads_memory = parent in plan.cross_attention and fqn.rpartition(".")[2] not in _QUERIES
+    if parent in plan.gather_at and not reads_memory:
+        return entries.setdefault((parent, False), Entry(group, passes=True))
+    # One for all of a cross attention: it tells inputs apart by themselves.
+    return entries.setdefault((parent, True), Entry(group))
+
+
+def _sequence_dims(modules: Mapping[str, nn.Module], plan: TensorPlan) -> dict[str, int]:
+    """Module -> dim of its activations that is the sequence: the last but one, save where torch's modules say first."""
+    if not plan.sequence_parallel:
+        return {}
+    dims: dict[str, int] = {}
+    for fqn in modules:
+        dims[fqn] = -2
+        for other, module in modules.items():
+            if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer | nn.MultiheadAttention):
+                if (fqn == other or fqn.startswith(f"{other}.")) and not _batch_first(module):
+                    dims[fqn] = 0
+    return dims
+
+
+def _batch_first(module: nn.Module) -> bool:
+    attention = module if isinstance(module, nn.MultiheadAttention) else module.get_submodule("self_attn")
+    return bool(cast(nn.MultiheadAttention, attention).batch_first)

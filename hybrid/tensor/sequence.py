@@ -1,0 +1,101 @@
+"""Sequence parallel: between the layers each tp rank holds a part of the sequence.
+
+    first block's entry     own slice                                backward: all-gather
+    attention, mlp entry    all-gather (or in the column layer)      backward: reduce-scatter
+    row-parallel layer      reduce-scatter (in the layer)            backward: all-gather
+    last block's exit       all-gather                               backward: own slice
+
+The activation that is cut is the first tensor among a module's arguments, and its output or the first of its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid.collectives.autograd import gather_from, scatter_to
+from hybrid.collectives.group import Group
+from hybrid.errors import ModelError
+from hybrid.tensor.linear import check_sequence
+from hybrid.tensor.region import CutRegion
+
+__all__ = ["cut_between", "gather_at_entry", "refuse_hidden_states"]
+
+# Names of the activation where it is given by keyword.
+_NAMES = ("hidden_states", "x", "src", "tgt", "input", "inputs", "query")
+
+
+def gather_at_entry(module: nn.Module, name: str, *, group: Group, dim: int) -> None:
+    """The module sees the whole sequence; the gradients of all ranks for it are summed."""
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        return gather_from(tensor, group=group, dim=dim, partial=True)
+
+    module.register_forward_pre_hook(_on_activation(name, gather), with_kwargs=True)
+
+
+def cut_between(
+    first: tuple[str, nn.Module], last: tuple[str, nn.Module], *, group: Group, dim: int, region: CutRegion
+) -> None:
+    """Cut the sequence where the first block begins, and make it whole where the last one ends."""
+    name, block = first
+
+    def scatter(tensor: torch.Tensor) -> torch.Tensor:
+        check_sequence(tensor, dim, group)
+        if block.training:
+            region.enter(tensor.device)
+        return scatter_to(tensor, group=group, dim=dim)
+
+    def gather(module: nn.Module, args: Any, output: Any) -> Any:
+        region.leave()
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            return gather_from(tensor, group=group, dim=dim, partial=False)
+
+        if isinstance(output, torch.Tensor):
+            return whole(output)
+        if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
+            return type(output)([whole(output[0]), *output[1:]])
+        raise ModelError(
+            f"sequence parallel: block {last[0]!r} returns a {type(output).__name__}, and its activation cannot be "
+            "told; return a tensor, or a tuple whose first item it is, or set sequence_parallel to False"
+        )
+
+    block.register_forward_pre_hook(_on_activation(name, scatter), with_kwargs=True, prepend=True)
+    last[1].register_forward_hook(gather)
+
+
+def refuse_hidden_states(model: nn.Module) -> None:
+    """What a model collects between its layers would be a part of the sequence, and nothing would tell."""
+
+    def check(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        asked = kwargs.get("output_hidden_states")
+        if asked is None:
+            asked = getattr(getattr(module, "config", None), "output_hidden_states", False)
+        if asked:
+            raise ModelError(
+                "output_hidden_states under sequence parallel would return a part of each sequence; leave it out, or "
+                "set sequence_parallel to False"
+            )
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _on_activation(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """A pre-hook that replaces the activation among the arguments."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args and isinstance(args[0], torch.Tensor):
+            return (change(args[0]), *args[1:]), kwargs
+        for key in _NAMES:
+            if isinstance(kwargs.get(key), torch.Tensor):
+                return args, {**kwargs, key: change(kwargs[key])}
+        raise ModelError(
+            f"sequence parallel: module {name!r} was called without an activation that could be told: give it first, "
+            f"or by one of the names {', '.join(_NAMES)}; or set sequence_parallel to False"
+        )
+
+    return hook

@@ -1,0 +1,71 @@
+"""`examples/finetune_hf.py` reaches the same model alone and with all state cut over two ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runnable.command import ROOT, environment, hybrid
+
+EXAMPLE = ROOT / "examples" / "finetune_hf.py"
+ARGUMENTS = ["--steps", "24"]
+
+
+def losses(output: str) -> tuple[list[float], float]:
+    """Of the table's rows, and the held-out one."""
+    rows = [float(loss) for loss in re.findall(r"^ +\d+ +([\d.]+)$", output, flags=re.MULTILINE)]
+    (held_out,) = re.findall(r"^held-out loss ([\d.]+)$", output, flags=re.MULTILINE)
+    return rows, float(held_out)
+
+
+def test_without_transformers_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('as if it were not there')\n")
+    kept = environment()
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)],
+        cwd=tmp_path,
+        env={**kept, "PYTHONPATH": f"{tmp_path}:{kept['PYTHONPATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "This example needs transformers: pip install 'transformers>=5,<6'\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_alone_and_on_two_ranks_at_stage_3(tmp_path: Path) -> None:
+    """All state is cut, and the ranks' batches hold different numbers of masked words: the losses stay the same."""
+    alone = subprocess.run(
+        [sys.executable, str(EXAMPLE), *ARGUMENTS],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (alone.returncode, alone.stderr) == (0, "")
+    cut = hybrid("run", "--nproc", "2", str(EXAMPLE), *ARGUMENTS, "--stage", "3", "--recompute", cwd=tmp_path)
+    assert (cut.returncode, cut.stderr) == (0, "")
+
+    rows, held_out = losses(alone.stdout)
+    rows_cut, held_out_cut = losses(cut.stdout)
+    assert len(rows) == 4
+    # Four digits are printed, and float32 adds up in another order in each of 24 steps of AdamW: that is worth a unit
+    # or two of the last digit. A mean of the ranks' mean losses is 2e-2 to 6e-2 away.
+    assert rows_cut == pytest.approx(rows, abs=5e-4)
+    assert held_out_cut == pytest.approx(held_out, abs=5e-4)
+    assert held_out < rows[0] - 0.5
+    sizes, sizes_cut = (
+        {what: int(size) for what, size in re.findall(r"'(\w+)': (\d+)", done.stdout)} for done in (alone, cut)
+    )
+    for what in ("parameters", "optimizer_state"):
+        assert sizes_cut[what] == pytest.approx(sizes[what] / 2, rel=0.01)

@@ -1,0 +1,356 @@
+"""Runs of tests/tensor_models.py over tp ranks, compared with one plain process.
+
+    problems = Runs(cases).problems(case)          # one sentence for each number that differs; none is right
+
+Compared, over `STEPS` steps: every loss, every gradient by name at some steps, the norm, and at the end every weight
+and the optimizer's state by name. Whole values must be the same on all ranks to the bit; so must, after each step,
+whatever two ranks both hold: replicated weights, and copies of one head. Tolerances: tests/parity.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import hybrid
+from hybrid.collectives.deferred import deferred_backend
+from tests.parity import TOLERANCES, compare_tensors
+from tests.ranks import RankFailure, run_plain, run_ranks
+from tests.tensor_models import MODELS, SAMPLES, Batch, build
+
+__all__ = ["STEPS", "Record", "Runs", "TensorCase", "data_rank", "digest", "held_twice", "own_samples", "reference"]
+
+STEPS = 5
+STEPS_WITH_GRADIENTS = (0, 2)
+CLIP = 0.4
+
+# Half precision rounds each activation: only errors of a formula (a factor, a missing sum) are far outside.
+LOW = {"loss": 2e-2, "norm": 5e-2, "gradient": 8e-2, "weight": 2e-2, "state": 0.1}
+AMP: Mapping[str, dict[str, Any] | None] = {
+    "none": None,
+    "bf16-O1": {"level": "O1"},
+    "bf16-O2": {"level": "O2"},
+    "fp16-scaler": {"level": "O1", "dtype": "float16", "init_loss_scaling": 256},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCase:
+    """One run.
+
+    Args:
+        way: "train": one micro-batch by `train_batch`; "micro": two of them; "nosync": two in a plain loop.
+        clip: "none", "strategy" or "call" (the model's own method).
+        recompute: "none", "full" or "selective".
+        built: whether the optimizer is built before the model is wrapped, or after.
+    """
+
+    model: str = "gpt"
+    world_size: int = 2
+    tp: int = 2
+    zero_stage: int = 0
+    shard_size: int | None = None
+    sequence_parallel: bool = False
+    amp: str = "none"
+    clip: str = "strategy"
+    recompute: str = "none"
+    way: str = "train"
+    built: str = "before"
+    backend: str = "gloo"
+
+    @property
+    def id(self) -> str:
+        words = [
+            self.model,
+            f"w{self.world_size}",
+            f"tp{self.tp}",
+            f"z{self.zero_stage}",
+            "" if self.shard_size is None else f"shard{self.shard_size}",
+            "sequence" if self.sequence_parallel else "",
+            "" if self.amp == "none" else self.amp,
+            "" if self.clip == "none" else f"clip-{self.clip}",
+            "" if self.recompute == "none" else f"recompute-{self.recompute}",
+            self.way,
+            f"built-{self.built}",
+            "" if self.backend == "gloo" else self.backend,
+        ]
+        return "-".join(word for word in words if word)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return MODELS[self.model].dtype if self.amp == "none" else torch.float32
+
+    def strategy(self) -> hybrid.DistributedStrategy:
+        strategy = hybrid.DistributedStrategy()
+        strategy.timeout_seconds = 20
+        strategy.tensor_parallel = True
+        configs: dict[str, Any] = {"degree": self.tp}
+        if MODELS[self.model].plan is not None:
+            configs["plan"] = MODELS[self.model].plan
+        if self.sequence_parallel:
+            configs["sequence_parallel"] = True
+        strategy.tensor_parallel_configs = configs
+        strategy.sharding = True
+        sharding: dict[str, Any] = {"stage": self.zero_stage, "bucket_bytes": 3000}
+        strategy.sharding_configs = sharding if self.shard_size is None else {**sharding, "shard_size": self.shard_size}
+        if AMP[self.amp] is not None:
+            strategy.amp, strategy.amp_configs = True, AMP[self.amp]
+        if self.recompute != "none":
+            strategy.recompute, strategy.recompute_configs = True, {"policy": self.recompute}
+        if self.clip == "strategy":
+            strategy.gradient_clipping = CLIP
+        if self.way == "micro":
+            strategy.accumulate_steps = 2
+        return strategy
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What a run saw; gradients are those after clipping."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    held: list[dict[str, str]] = field(default_factory=list)
+    """By step: digests of what this rank has in common with others, each under a name of the values."""
+
+    def whole(self) -> dict[str, str]:
+        """Digests of all that must be equal on all ranks."""
+        values: dict[str, Any] = {f"norm at step {step}": norm for step, norm in enumerate(self.norms)}
+        for step, gradients in self.gradients.items():
+            values |= {f"gradient of {fqn} at step {step}": gradient for fqn, gradient in gradients.items()}
+        values |= {f"weight {fqn}": weight for fqn, weight in self.weights.items()}
+        values |= {f"state {key} of {fqn}": v for fqn, state in self.state.items() for key, v in state.items()}
+        return {name: digest(value) for name, value in values.items()}
+
+
+def digest(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        value = (str(value.dtype), tuple(value.shape), raw)
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+# ---- one plain process -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def reference(model: str, dtype: torch.dtype, clip: bool) -> Record:
+    """The plain run; models of transformers run in a process that has it loaded already."""
+    return _train_plain(model, dtype, clip) if MODELS[model].plan else run_plain(_train_plain, model, dtype, clip)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """With a large eps: biases of keys have gradient 0, of which rounding makes 1e-10 of either sign."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "lr": 1e-2, "weight_decay": 0.1},
+        {"params": others, "lr": 3e-3, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], eps=1e-3)
+
+
+def _train_plain(name: str, dtype: torch.dtype, clip: bool) -> Record:
+    chosen, model = MODELS[name], build(name, dtype=dtype)
+    optimizer, record = make_optimizer(model), Record()
+    for step in range(STEPS):
+        loss = chosen.loss(model, _cut(chosen.batch(step), 0, SAMPLES, dtype))
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss.backward()
+        record.losses.append(loss.item())
+        record.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP if clip else math.inf).item())
+        record.gradients[step] = {
+            fqn: None if parameter.grad is None else parameter.grad.clone()
+            for fqn, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    record.weights = {fqn: value.detach().clone() for fqn, value in model.state_dict().items()}
+    record.state = {names[id(p)]: dict(state) for p, state in optimizer.state.items()}
+    return record
+
+
+def _cut(batch: Batch, start: int, end: int, dtype: torch.dtype) -> Batch:
+    part = {name: value[start:end] for name, value in batch.items()}
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in part.items()}
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+def data_rank() -> tuple[int, int]:
+    """This rank's place among those with other data, and their number."""
+    mesh = hybrid.get_mesh()
+    rank = mesh.coordinate("dp_replicate") * mesh.degree("dp_shard") + mesh.coordinate("dp_shard")
+    return rank, mesh.degree("dp_replicate") * mesh.degree("dp_shard")
+
+
+def own_samples(batch: Batch, dtype: torch.dtype = torch.float32, *, piece: int = 0, pieces: int = 1) -> Batch:
+    """What this rank gets of a global batch, or a piece of that."""
+    rank, ranks = data_rank()
+    size = SAMPLES // ranks // pieces
+    start = rank * (SAMPLES // ranks) + piece * size
+    return _cut(batch, start, start + size, dtype)
+
+
+def held_twice(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Values of this rank that others hold as well, under a name that says what they are. *Collective* at stage 3."""
+    cuts = model.hybrid_runtime.cuts
+    engine = model.hybrid_runtime.engine
+    for fqn, parameter in engine.parameters.items():
+        cut = cuts.own(fqn)
+        with engine.whole([fqn]):
+            yield f"{fqn} {'' if cut is None else cut.pieces}", parameter.detach().clone()
+
+
+def train(case: TensorCase) -> Record:
+    """What this rank sees when it trains under the case's strategy."""
+    chosen, model = MODELS[case.model], build(case.model, dtype=case.dtype)
+    if torch.distributed.get_rank() > 0:  # wrapping must give every rank the first one's values
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+    optimizer = make_optimizer(model) if case.built == "before" else None
+    model: Any = hybrid.distributed_model(model, strategy=case.strategy())
+    optimizer: Any = hybrid.distributed_optimizer(optimizer or make_optimizer(model))
+    record = Record()
+
+    def look(*_: Any) -> None:
+        step = len(record.losses)
+        if step in STEPS_WITH_GRADIENTS:
+            record.gradients[step] = dict(model.named_gradients())
+
+    optimizer.register_step_pre_hook(look)
+    for step in range(STEPS):
+        if case.way == "nosync":
+            loss, norm = _plain_step(case, model, optimizer, step)
+        else:
+            batch = own_samples(chosen.batch(step), case.dtype)
+            result = model.train_batch(batch, optimizer, forward_step=chosen.loss)
+            assert not result.skipped
+            loss, norm = result.loss.item(), result.grad_norm.item()
+        record.norms.append(norm)
+        record.losses.append(loss)
+        record.held.append({name: digest(value) for name, value in held_twice(model)})
+    record.weights = model.full_state_dict()
+    record.state = optimizer.full_state_dict()["state"]
+    return record
+
+
+def _plain_step(case: TensorCase, model: Any, optimizer: Any, step: int) -> tuple[float, float]:
+    """Backward over two halves of the batch; the loss is that of the own samples."""
+    chosen, loss_sum = MODELS[case.model], 0.0
+    for piece in range(2):
+        with model.no_sync() if piece == 0 else contextlib.nullcontext():
+            loss = chosen.loss(model, own_samples(chosen.batch(step), case.dtype, piece=piece, pieces=2)) / 2
+            loss.backward()
+        loss_sum += loss.item()
+    norm = model.clip_grad_norm_(CLIP if case.clip == "call" else math.inf).item()
+    optimizer.step()
+    (optimizer if step % 2 else model).zero_grad()
+    return loss_sum, norm
+
+
+def _run_world(cases: Sequence[TensorCase]) -> list[Record | str]:
+    """All cases of one world in turn; one that raises alike on all ranks does not take the others with it."""
+    results: list[Record | str] = []
+    for case in cases:
+        try:
+            with deferred_backend() if case.backend == "deferred" else contextlib.nullcontext():
+                results.append(train(case))
+        except Exception:
+            results.append(traceback.format_exc())
+        finally:
+            hybrid.shutdown()
+    return results
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """Runs all cases of one size in one world, when the first of them is asked for."""
+
+    def __init__(self, cases: Sequence[TensorCase]) -> None:
+        self._cases = list(cases)
+        self._problems: dict[TensorCase, list[str]] = {}
+
+    def problems(self, case: TensorCase) -> list[str]:
+        """Everything in which the case differs from the plain run; a world that failed is a problem too."""
+        if case not in self._problems:
+            alike = [other for other in self._cases if other.world_size == case.world_size] or [case]
+            try:
+                ranks = run_ranks(
+                    _run_world, case.world_size, alike,
+                    timeout_seconds=30 + 3 * len(alike), group_timeout_seconds=20,
+                )  # fmt: skip
+            except RankFailure as error:
+                return [f"one of {len(alike)} cases: {error}"]
+            for index, other in enumerate(alike):
+                self._problems[other] = verify(other, [results[index] for results in ranks])
+        return self._problems[case]
+
+
+def verify(case: TensorCase, ranks: Sequence[Record | str]) -> list[str]:
+    """Sentences about what differs: between ranks in any bit, or from the plain run by more than the table."""
+    failed = [f"rank {rank}: {result}" for rank, result in enumerate(ranks) if isinstance(result, str)]
+    if failed:
+        return failed
+    records = [record for record in ranks if isinstance(record, Record)]
+    mine, problems = records[0], list(_differences(case, records))
+    plain = reference(case.model, case.dtype, case.clip != "none")
+    compare = functools.partial(compare_tensors, problems, TOLERANCES[case.dtype] if case.amp == "none" else LOW)
+    for step in range(STEPS):
+        loss = math.fsum(record.losses[step] for record in records) / len(records)
+        compare("loss", f"loss at step {step}", loss, plain.losses[step])
+        compare("norm", f"norm at step {step}", mine.norms[step], plain.norms[step])
+    if tuple(mine.gradients) != STEPS_WITH_GRADIENTS:
+        problems.append(f"gradients were read at steps {list(mine.gradients)}")
+    for step, gradients in mine.gradients.items():
+        if list(gradients) != list(plain.gradients[step]):
+            problems.append(f"gradients of {list(gradients)}, not {list(plain.gradients[step])}")
+        for fqn, wanted in plain.gradients[step].items():
+            compare("gradient", f"gradient of {fqn} at step {step}", gradients.get(fqn), wanted)
+    if list(mine.weights) != list(plain.weights):
+        problems.append(f"weights are {list(mine.weights)}, not {list(plain.weights)}")
+    for fqn, weight in plain.weights.items():
+        compare("weight", f"weight {fqn}", mine.weights.get(fqn), weight)
+    if set(mine.state) != set(plain.state):
+        problems.append(f"state exists for {sorted(mine.state)}, not for {sorted(plain.state)}")
+    for fqn in set(plain.state) & set(mine.state):
+        for key, value in plain.state[fqn].items():
+            compare("state", f"state {key} of {fqn}", mine.state[fqn].get(key), value)
+    return problems
+
+
+def _differences(case: TensorCase, records: Sequence[Record]) -> Iterator[str]:
+    """Whatever two ranks both have, and not to the bit."""
+    first = records[0].whole()
+    for rank, record in enumerate(records):
+        other = record.whole()
+        yield from (f"{name} differs on rank {rank}" for name in first if other.get(name) != first[name])
+        if record.losses != records[rank - rank % case.tp].losses:
+            yield f"losses differ between tp ranks: {record.losses}"
+    for step in range(STEPS):
+        seen: dict[str, tuple[int, str]] = {}
+        for rank, record in enumerate(records):
+            for name, value in record.held[step].items():
+                before = seen.setdefault(name, (rank, value))
+                if before[1] != value:
+                    yield f"after step {step}, {name} differs between ranks {before[0]} and {rank}"
+
+
