@@ -3,10 +3,13 @@
     python -m benchmarks.tensor_step --size S --rounds 10
 
 Modes: one plain process (the other rank waits), `hybrid` with tensor_parallel, `torch.distributed.tensor.parallel`
-with the equivalent plan; both also under sequence parallel. Each trains the same model on the same batches (AdamW
-fused, fp32, plain loop, no clipping). A round runs a few steps of each mode, in an order that rotates; ratios are
-taken within the round, so a slow spell of the machine falls on both. Printed: median ratios and 95 % intervals
-(bootstrap over rounds), CPU seconds, live bytes, and what one step of each hybrid mode sends.
+with the equivalent plan; both also under sequence parallel. `--modes plain,hybrid,dtensor,deepspeed` adds AutoTP
+training (`pip install -e '.[bench]'`), which leaves embedding, head and loss whole.
+
+Each trains the same model on the same batches (AdamW fused, fp32, plain loop, no clipping). A round runs a few steps
+of each mode, in an order that rotates; ratios are taken within the round, so a slow spell of the machine falls on
+both. Printed: median ratios and 95 % intervals (bootstrap over rounds), CPU seconds, live bytes, and what one step of
+each hybrid mode sends.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from benchmarks.rounds import Mode, interval, launch, rank_or_none, ratios, run_
 from benchmarks.tensor_traffic import Traffic, measure_traffic
 
 MODES = ("plain", "hybrid", "hybrid_sp", "dtensor", "dtensor_sp")
+OPTIONAL = ("deepspeed",)
 PLAN = {
     "blocks.*.query_key_value": {"style": "colwise", "fused": 3},
     "blocks.*.attention_out": "rowwise",
@@ -58,9 +62,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of each mode per round")
     arguments = parser.parse_args()
     chosen = list(dict.fromkeys(["plain", *arguments.modes.split(",")]))
-    unknown = [mode for mode in chosen if mode not in MODES]
+    unknown = [mode for mode in chosen if mode not in (*MODES, *OPTIONAL)]
     if unknown:
-        parser.error(f"unknown modes {unknown}; known: {', '.join(MODES)}")
+        parser.error(f"unknown modes {unknown}; known: {', '.join((*MODES, *OPTIONAL))}")
     if rank_or_none() is None:
         raise SystemExit(launch("benchmarks.tensor_step", num_ranks=2))
     torch.set_num_threads(1)
@@ -91,15 +95,13 @@ def build(name: str, size: Size) -> tuple[Mode, nn.Module]:
     if name.startswith("hybrid"):
         strategy = hybrid.DistributedStrategy()
         strategy.tensor_parallel = True
-        strategy.tensor_parallel_configs = {
-            "degree": 2,
-            "sequence_parallel": name == "hybrid_sp",
-            "plan": PLAN,
-        }
+        strategy.tensor_parallel_configs = {"degree": 2, "sequence_parallel": name == "hybrid_sp", "plan": PLAN}
         optimizer: Any = torch.optim.AdamW(model.parameters(), **options)
         model = hybrid.distributed_model(model, strategy=strategy)
         optimizer = hybrid.distributed_optimizer(optimizer)
         hybrid.shutdown()  # the next mode has another strategy; the group is ours, so this model goes on
+    elif name == "deepspeed":
+        return Mode(step=deepspeed_step(model, size, options), live_bytes=lambda: parameter_bytes(model)), model
     else:
         if name.startswith("dtensor"):
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -123,10 +125,11 @@ def build(name: str, size: Size) -> tuple[Mode, nn.Module]:
         optimizer.zero_grad()
         return float(loss.item())
 
-    def live_bytes() -> int:
-        return sum(local(parameter.detach()).nbytes for parameter in model.parameters())
+    return Mode(step=step, live_bytes=lambda: parameter_bytes(model)), model
 
-    return Mode(step=step, live_bytes=live_bytes), model
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(local(parameter.detach()).nbytes for parameter in model.parameters())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,6 +168,40 @@ def cut_with_dtensor(model: BenchGPT, mesh: DeviceMesh, *, with_sequence_paralle
     parallelize_module(model, mesh, plan)
 
 
+def deepspeed_step(model: BenchGPT, size: Size, options: dict[str, Any]) -> Callable[[int], float]:
+    """AutoTP training; rules for linear layers only."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    specs = [
+        {"patterns": [r".*query_key_value\.weight$"], "partition_type": "column", "shape": [3, -1], "partition_dim": 0},
+        {"patterns": [r".*mlp_in\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*attention_out\.weight$", r".*mlp_out\.weight$"], "partition_type": "row"},
+    ]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, **options),
+        config={
+            "train_micro_batch_size_per_gpu": size.micro_batch,
+            "zero_optimization": {"stage": 0},
+            "zero_allow_untested_optimizer": True,
+            "tensor_parallel": {
+                "autotp_size": 2,
+                "partition_config": {"use_default_specs": False, "layer_specs": specs},
+            },
+        },
+    )
+
+    def step(number: int) -> float:
+        tokens, labels = make_batch(size, step=number, rank=0, num_ranks=1)
+        loss = engine(tokens, labels)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    return step
+
+
 # -- report ------------------------------------------------------------------------------------------------------
 
 
@@ -172,9 +209,8 @@ def report(modes: dict[str, Mode], traffic: dict[str, Traffic], size_name: str, 
     plain = modes["plain"]
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"size {size_name}, 2 ranks, {len(plain.wall_seconds)} rounds; load at the end {load} (1, 5, 15 minutes)")
-    print(
-        f"{'mode':11} {'step ms':>7} {'to plain':>20} {'to dtensor':>20} {'cpu ms':>6} {'parameters':>12} {'max |Δ loss|':>12}"
-    )
+    heads = f"{'mode':11} {'step ms':>7} {'to plain':>20} {'to dtensor':>20} {'cpu ms':>6} {'cpu ratio':>9}"
+    print(f"{heads} {'parameters':>12} {'max |Δ loss|':>12}")
     rows = []
     for name, mode in modes.items():
         peer = modes.get("dtensor_sp" if name.endswith("_sp") else "dtensor")
@@ -185,6 +221,7 @@ def report(modes: dict[str, Mode], traffic: dict[str, Traffic], size_name: str, 
             "mode": name,
             "step_ms": statistics.median(mode.wall_seconds) * 1e3,
             "cpu_ms": statistics.median(mode.cpu_seconds) * 1e3,
+            "cpu_to_dtensor": median_ratio(mode.cpu_seconds, (peer or mode).cpu_seconds),
             "parameter_bytes": mode.live_bytes(),
             "max_loss_difference": max(abs(a - b) for a, b in zip(mode.losses, plain.losses, strict=True)),
         }
@@ -193,11 +230,16 @@ def report(modes: dict[str, Mode], traffic: dict[str, Traffic], size_name: str, 
         rows.append(row)
         print(
             f"{name:11} {row['step_ms']:7.0f} {spread(row['to_plain']):>20} {spread(row.get('to_dtensor')):>20} "
-            f"{row['cpu_ms']:6.0f} {row['parameter_bytes']:12,} {row['max_loss_difference']:12.1e}"
+            f"{row['cpu_ms']:6.0f} {row['cpu_to_dtensor']:9.3f} {row['parameter_bytes']:12,} "
+            f"{row['max_loss_difference']:12.1e}"
         )
     for name, sent in traffic.items():
         print(f"\n{name}, one step:\n{sent.text(size)}")
     print(json.dumps(rows))
+
+
+def median_ratio(own: list[float], other: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(own, other, strict=True))
 
 
 def spread(values: tuple[float, float, float] | None) -> str:

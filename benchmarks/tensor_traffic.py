@@ -50,7 +50,8 @@ class Traffic:
             f"  besides embedding, head and ends of the blocks: {other or 'nothing'}\n"
             f"  sent: {self.sent_bytes:,} bytes, of them {self.loss_bytes:,} by the loss "
             f"({self.loss_bytes / tokens:g} per token; its logits are {whole / tokens:,g} per token)\n"
-            f"  logits: {self.logits_bytes:,} of {whole:,} bytes, {whole - self.logits_bytes:,} saved, and again in backward"
+            f"  logits: {self.logits_bytes:,} of {whole:,} bytes; saved {whole - self.logits_bytes:,}, "
+            "and as many in backward"
         )
 
 
@@ -73,7 +74,7 @@ def measure_traffic(model: Any, size: Size, *, with_sequence_parallel: bool) -> 
     model.zero_grad()
     phases = ("forward", "backward", "after")
     activation_bytes = tokens.numel() * size.width * 4
-    loss_sizes = {tokens.numel() * 4: "largest logit", tokens.numel() * 8: "sum and target"}
+    loss_sizes = {tokens.numel() * 4, tokens.numel() * 8}  # the largest logit; its sum and the target's
     blocks: Counter[tuple[str, str]] = Counter()
     other: Counter[tuple[str, str, int]] = Counter()
     loss_bytes = 0

@@ -43,7 +43,7 @@ _MODULES = ("tensor",)
 __all__ = [*sorted(_HOMES), *_MODULES, "__version__"]  # noqa: PLE0604 (the names are strings; the linter cannot see it)
 
 if TYPE_CHECKING:
-    from hybrid import tensor as tensor
+    import hybrid.tensor as tensor  # noqa: F401 (for type checkers: the lazy name)
     from hybrid.collectives.trace import trace as trace
     from hybrid.compose.access import full_gradient as full_gradient
     from hybrid.compose.access import full_parameter as full_parameter

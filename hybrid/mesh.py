@@ -13,7 +13,7 @@ from hybrid.collectives.group import Group
 from hybrid.collectives.handle import forget_calls
 from hybrid.collectives.ops import all_gather_object
 from hybrid.collectives.rendezvous import open_store
-from hybrid.contracts.layout import Layout
+from hybrid.contracts.layout import Layout, axis_name
 from hybrid.errors import LaunchError
 from hybrid.launch.check_in import check_in
 from hybrid.launch.environment import LaunchEnvironment
@@ -78,8 +78,26 @@ class Mesh:
                         ranks, timeout=timedelta(seconds=self.timeout_seconds), backend=self.backend
                     )
             order = {name: place for place, name in enumerate(self.layout.axis_names)}
-            label = "+".join(sorted(key, key=lambda axis: order.get(axis.partition("/")[0], -1)))
+            label = "+".join(sorted(key, key=lambda axis: order.get(axis_name(axis), -1)))
             self._groups[key] = self._make_group(self.group_ranks(*axes), label)
+
+    def another_group(self, *axes: str, label: str, on_host: bool = False) -> Group:
+        """A group over `axes` with a process group of its own (on the host: gloo). All ranks call this alike."""
+        made: dist.ProcessGroup | None = None
+        backend = "gloo" if on_host else self.backend
+        for ranks in self.layout.groups(axes):
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_seconds), backend=backend)
+                made = group if self.rank in ranks else made
+        ranks = self.group_ranks(*axes)
+        return Group(
+            process_group=made,
+            ranks=ranks,
+            rank=ranks.index(self.rank),
+            axis=label,
+            backend=backend,
+            timeout_seconds=self.timeout_seconds,
+        )
 
     def group(self, *axes: str) -> Group:
         """The group of this rank over `axes`, which `prepare` made."""

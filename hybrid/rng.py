@@ -11,6 +11,7 @@ __all__ = ["seed_everything", "seed_for_data_rank"]
 
 # Far apart, so that the streams of neighbouring seeds and of data ranks do not meet.
 _DATA_RANK_STRIDE = 1_000_003
+_STAGE_STRIDE = 7_919_000_017
 
 
 def seed_everything(seed: int) -> None:
@@ -20,6 +21,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_for_data_rank(seed: int, *, data_rank: int) -> None:
-    """Seed torch differently on each data-parallel rank, so that their dropout masks differ."""
-    torch.manual_seed(seed + _DATA_RANK_STRIDE * (data_rank + 1))
+def seed_for_data_rank(seed: int, *, data_rank: int, stage: int = 0) -> None:
+    """Seed torch differently on each data-parallel rank and pipeline stage, so that their dropout masks differ."""
+    torch.manual_seed(seed + _DATA_RANK_STRIDE * (data_rank + 1) + _STAGE_STRIDE * stage)

@@ -11,14 +11,14 @@ Every model and batch is a function of its name and its seed alone. A batch is t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GPT", "GPT_PLAN", "LENGTH", "MODELS", "SAMPLES", "VOCABULARY", "TensorModel", "build", "logits_loss", "tokens"]
+__all__ = ["GPT", "GPT_PLAN", "LORA_PLAN", "WIDTH", "LENGTH", "MODELS", "SAMPLES", "VOCABULARY", "TensorModel", "build", "logits_loss", "tokens"]
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH, HEADS = 8, 8, 67, 16, 4
 
@@ -35,7 +35,6 @@ class TensorModel:
     plan: Mapping[str, Any] | None = None
     dtype: torch.dtype = torch.float32
     """In which it is compared: float64 shows errors of formulas; transformers computes its norms in float32."""
-    configs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build(name: str, *, dtype: torch.dtype | None = None, seed: int = 5) -> nn.Module:
@@ -57,6 +56,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         if rank:
             self.lora_a, self.lora_b = nn.Linear(width, rank, bias=False), nn.Linear(rank, 3 * width, bias=False)
+            nn.init.normal_(self.lora_a.weight, std=0.3)
+            nn.init.normal_(self.lora_b.weight, std=0.3)
         self.has_side_path = rank > 0
         self.proj = nn.Linear(width, width)
 
@@ -70,6 +71,25 @@ class Attention(nn.Module):
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
+class GroupedAttention(nn.Module):
+    """Causal attention of which two query heads share one of keys and values; layers and attributes as in Llama."""
+
+    def __init__(self, width: int, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, width // num_heads
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj = nn.Linear(width, num_kv_heads * self.head_dim)
+        self.v_proj = nn.Linear(width, num_kv_heads * self.head_dim)
+        self.o_proj = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (layer(x).unflatten(-1, (n, self.head_dim)).transpose(1, 2) for layer, n in zip(layers, sizes, strict=True))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
 class FeedForward(nn.Module):
     def __init__(self, width: int, inner: int, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -81,12 +101,12 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """`rank`: with a bottleneck beside the feed-forward, as adapters are trained."""
-
-    def __init__(self, *, dropout: float = 0.0, rank: int = 0) -> None:
+    def __init__(self, *, dropout: float = 0.0, rank: int = 0, grouped: bool = False) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn = Attention(WIDTH, HEADS, dropout=dropout, rank=rank)
+        self.attn: nn.Module = Attention(WIDTH, HEADS, dropout=dropout, rank=rank)
+        if grouped:
+            self.attn = GroupedAttention(WIDTH, HEADS, HEADS // 2)
         self.mlp = FeedForward(WIDTH, 24, dropout=dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,13 +121,24 @@ class GPT(nn.Module):
         tied: the head is the embedding.
         unused: a layer, cut like the others, that no forward calls.
         rank: of trainable side paths beside the attention's weights; all other weights are frozen.
+        grouped: fewer heads of keys and values than of queries.
+        frozen: the embeddings are not trained, so that no input of the first block needs a gradient.
     """
 
-    def __init__(self, *, tied: bool = False, unused: bool = False, rank: int = 0, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        tied: bool = False,
+        unused: bool = False,
+        rank: int = 0,
+        dropout: float = 0.0,
+        grouped: bool = False,
+        frozen: bool = False,
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(dropout=dropout, rank=rank) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout=dropout, rank=rank, grouped=grouped) for _ in range(2))
         if unused:
             self.spare = FeedForward(WIDTH, 24)
         self.norm = nn.LayerNorm(WIDTH)
@@ -117,6 +148,9 @@ class GPT(nn.Module):
         if rank:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad = ".lora_" in name
+        if frozen:
+            self.wte.requires_grad_(False)
+            self.wpe.requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.drop(self.wte(ids) + self.wpe.weight[: ids.shape[1]])
@@ -137,6 +171,9 @@ LORA_PLAN = GPT_PLAN | {
 }
 
 
+GROUPED_PLAN = {"**.up": "colwise", "**.down": "rowwise"}  # the attention has known names
+
+
 def tokens(step: int) -> Batch:
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
@@ -148,13 +185,9 @@ def logits_loss(model: Any, batch: Batch) -> torch.Tensor:
     return functional.cross_entropy(logits.view(-1, logits.shape[-1]), batch["labels"].reshape(-1))
 
 
-def _gpt(**options: Any) -> TensorModel:
+def _gpt(plan: Mapping[str, Any] = GPT_PLAN, **options: Any) -> TensorModel:
     return TensorModel(
-        build=lambda: GPT(**options),
-        batch=tokens,
-        loss=logits_loss,
-        plan=LORA_PLAN if options.get("rank") else GPT_PLAN,
-        dtype=torch.float64,
+        build=lambda: GPT(**options), batch=tokens, loss=logits_loss, plan=plan, dtype=torch.float64
     )
 
 
@@ -175,7 +208,7 @@ class TorchStack(nn.Module):
         elif kind == "decoder":
             self.body = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, HEADS, **options), 2)
         elif kind == "transformer":
-            self.body = nn.Transformer(WIDTH, HEADS, 1, 1, norm_first=norm_first, **options)
+            self.body = nn.Transformer(WIDTH, HEADS, 2, 2, norm_first=norm_first, **options)
         else:
             self.body = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
         self.output = nn.Linear(WIDTH, VOCABULARY)
@@ -345,7 +378,9 @@ MODELS = {
     "gpt": _gpt(),
     "gpt-tied": _gpt(tied=True),
     "gpt-unused": _gpt(unused=True),
-    "gpt-lora": _gpt(rank=3),
+    "gpt-lora": _gpt(LORA_PLAN, rank=3),
+    "gpt-frozen": _gpt(frozen=True),
+    "gpt-grouped": _gpt(GROUPED_PLAN, grouped=True),
     "encoder": _torch("encoder", batch_first=True),
     "encoder-sequence-first": _torch("encoder", batch_first=False, norm_first=True),
     "decoder": _torch("decoder", batch_first=True),

@@ -12,6 +12,7 @@ from hybrid import __version__
 from hybrid.cli.demo import demo
 from hybrid.cli.explain import explain
 from hybrid.cli.run import run
+from hybrid.cli.schedule import schedule
 from hybrid.errors import HybridError
 
 __all__ = ["app", "main"]
@@ -21,6 +22,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("demo", demo, {}),
     ("run", run, {"allow_interspersed_args": False}),
     ("explain", explain, {}),
+    ("schedule", schedule, {}),
 )
 
 HELP = """
@@ -31,6 +33,7 @@ Start here:
   hybrid demo                                   a real model on 4 local ranks, under two minutes
   hybrid run --nproc 4 train.py --epochs 3      your script on 4 ranks of this machine
   hybrid explain strategy.yaml --world-size 16  every setting of a strategy and where it comes from
+  hybrid schedule --stages 4 --micro-batches 8  who does what when in a pipeline, and the bubble
 
 \b
 In the script:

@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hybrid.errors import StrategyError
+from hybrid.errors import ModelError, StrategyError
 from hybrid.strategy import DistributedStrategy
 from hybrid.strategy.explain import Explanation, Row, explanation
+from hybrid.strategy.live_model import build
+from hybrid.strategy.model_table import ModelTable
 
 __all__ = ["explain"]
 
@@ -34,6 +36,15 @@ def explain(
         int | None,
         typer.Option("--world-size", "-n", help="Number of processes to work it out for.", show_default=False),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODULE:FACTORY",
+            help="A function or class that makes the model, as package.module:name; shows what becomes of each weight.",
+            show_default=False,
+        ),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of strategy files, for editors.")
@@ -42,12 +53,14 @@ def explain(
     """Show every setting of a strategy, its value, and whether you, a default or an equation gave it.
 
     With --world-size the degrees, the rank groups of each axis and the batch sizes are worked out, and all
-    problems are listed (exit code 2).
+    problems are listed (exit code 2). With --model every parameter is listed with its shape, its shape on each rank,
+    and the rule that says so; the model is built on the meta device, so its size does not matter.
 
     \b
     Examples:
       hybrid explain strategy.yaml --world-size 16
       hybrid explain strategy.yaml --world-size 16 --json
+      hybrid explain strategy.yaml -n 16 --model my_package.model:build
       hybrid explain --schema > strategy.schema.json
 
     \b
@@ -62,9 +75,12 @@ def explain(
     if strategy_file is None:
         raise typer.BadParameter("give a strategy file, or --schema", param_hint="STRATEGY_FILE")
     try:
-        told = explanation(DistributedStrategy.load(strategy_file, world_size=world_size), world_size)
-    except StrategyError as error:
-        _print_problems(error, json_output=json_output)
+        strategy = DistributedStrategy.load(strategy_file, world_size=world_size)
+        built, note = (None, "") if model is None else build(model)
+        told = explanation(strategy, world_size, model=built, note=note)
+    except (StrategyError, ModelError) as error:
+        problems = error.problems if isinstance(error, StrategyError) else (str(error),)
+        _print_problems(problems, json_output=json_output)
         raise typer.Exit(2) from None
     if json_output:
         typer.echo(json.dumps(told.to_dict(), indent=2, ensure_ascii=False))
@@ -72,14 +88,14 @@ def explain(
         _print_tables(told)
 
 
-def _print_problems(error: StrategyError, *, json_output: bool) -> None:
+def _print_problems(problems: Sequence[str], *, json_output: bool) -> None:
     if json_output:
-        typer.echo(json.dumps({"problems": list(error.problems)}, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({"problems": list(problems)}, indent=2, ensure_ascii=False))
         return
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    many = len(error.problems) > 1
-    console.print(f"[bold red]{len(error.problems)} problem{'s' if many else ''} in the strategy[/]")
-    for number, problem in enumerate(error.problems, 1):
+    many = len(problems) > 1
+    console.print(f"[bold red]{len(problems)} problem{'s' if many else ''} in the strategy[/]")
+    for number, problem in enumerate(problems, 1):
         console.print(f"  {number}. {escape(problem)}")
 
 
@@ -101,7 +117,7 @@ def _print_tables(told: Explanation) -> None:
     parts = [[row for row in told.rows if (row.section == FLEET) is is_fleet] for is_fleet in (False, True)]
     tables = [(rows, _value_width(rows, console.width)) for rows in parts if rows]
     if any(width is None for _, width in tables):
-        typer.echo(told.to_text())
+        typer.echo(told.to_text())  # the model's table is in it
         return
     where = "any number of processes" if told.world_size is None else f"{told.world_size} processes"
     title: str | None = f"Strategy on {where}"
@@ -119,6 +135,26 @@ def _print_tables(told: Explanation) -> None:
         console.print(f"note: {escape(note)}", soft_wrap=True)
     if told.world_size is None:
         console.print("Give --world-size to see degrees, rank groups and batch sizes.", soft_wrap=True)
+    if told.model is not None:
+        _print_model(told.model, console)
+
+
+def _print_model(model: ModelTable, console: Console) -> None:
+    lines = model.lines()
+    widths = [max(cell_len(cell) for cell in column) for column in zip(model.header, *lines, strict=True)]
+    console.print()
+    if sum(widths) + 2 * len(widths) > console.width and not console.is_terminal:
+        typer.echo(model.to_text())  # in a file or a pipe no line is folded
+        return
+    table = Table(title=f"Model {model.class_name}", title_justify="left", box=None, pad_edge=False)
+    for index, name in enumerate(model.header):
+        table.add_column(name, no_wrap=index in {1, 2}, overflow="fold", style="bold" if index == 0 else None)
+    for line in lines:
+        color = "dim" if len(line) > 2 and line[1] == line[2] else ""
+        table.add_row(*map(escape, line), style=color)
+    console.print(table)
+    for remark in model.remarks():
+        console.print(f"note: {escape(remark)}", soft_wrap=True)
 
 
 def _table(rows: Sequence[Row], *, title: str | None, value_width: int | None) -> Table:

@@ -72,9 +72,14 @@ def start_all_reduce(tensor: torch.Tensor, *, group: Group, op: str = "sum") -> 
 
 
 def start_reduce_scatter(
-    tensor: torch.Tensor, *, group: Group, dim: int, sizes: Sequence[int] | None = None
+    tensor: torch.Tensor,
+    *,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """Launch the reduce-scatter of a copy of the tensor along `dim`; the result is this rank's part of the sum."""
+    """Launch the reduce-scatter of a copy of the tensor along `dim`; the result is this rank's part, plus the bias."""
     dim = dim % tensor.dim()
     sizes = split_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
     front = tensor.movedim(dim, 0)
@@ -86,10 +91,10 @@ def start_reduce_scatter(
     def finish() -> torch.Tensor:
         handle.wait()
         own = flat[bounds[group.rank] : bounds[group.rank + 1]]
+        own = own.view(sizes[group.rank], *front.shape[1:]).movedim(0, dim)
         # A copy: the own range must not keep the rest of the buffer alive.
-        return (
-            own.view(sizes[group.rank], *front.shape[1:]).movedim(0, dim).clone(memory_format=torch.contiguous_format)
-        )
+        result = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+        return result.copy_(own) if bias is None else torch.add(own, bias, out=result)
 
     return finish
 
@@ -99,18 +104,20 @@ def start_reduce_scatter(
 # Defined by a Library, not by `torch.library.custom_op`: a call costs 10 µs and not 60, and there are four and more
 # of them in each block of a model.
 _LIBRARY = torch.library.Library("hybrid", "DEF")
-_LIBRARY.define("all_reduce(Tensor tensor, int group, str op) -> Tensor")
+_LIBRARY.define("all_reduce(Tensor tensor, Tensor? bias, int group, str op) -> Tensor")
 _LIBRARY.define("all_gather(Tensor tensor, int group, int dim, int[] sizes) -> Tensor")
-_LIBRARY.define("reduce_scatter(Tensor tensor, int group, int dim, int[] sizes) -> Tensor")
+_LIBRARY.define("reduce_scatter(Tensor tensor, Tensor? bias, int group, int dim, int[] sizes) -> Tensor")
 
 
 @torch.library.impl(_LIBRARY, "all_reduce", "CompositeExplicitAutograd")
-def _all_reduce(tensor: torch.Tensor, group: int, op: str) -> torch.Tensor:
-    return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group=_groups[group], op=op)()
+def _all_reduce(tensor: torch.Tensor, bias: torch.Tensor | None, group: int, op: str) -> torch.Tensor:
+    """The bias is added in place: in memory of its own, the sum would be written and read once more."""
+    result = start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group=_groups[group], op=op)()
+    return result if bias is None else result.add_(bias)
 
 
 @torch.library.register_fake("hybrid::all_reduce")
-def _(tensor: torch.Tensor, group: int, op: str) -> torch.Tensor:
+def _(tensor: torch.Tensor, bias: torch.Tensor | None, group: int, op: str) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
@@ -135,13 +142,15 @@ def _(tensor: torch.Tensor, group: int, dim: int, sizes: Sequence[int]) -> torch
 
 
 @torch.library.impl(_LIBRARY, "reduce_scatter", "CompositeExplicitAutograd")
-def _reduce_scatter(tensor: torch.Tensor, group: int, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def _reduce_scatter(
+    tensor: torch.Tensor, bias: torch.Tensor | None, group: int, dim: int, sizes: Sequence[int]
+) -> torch.Tensor:
     """Rank r gets the sum of its `sizes[r]` along `dim`."""
-    return start_reduce_scatter(tensor, group=_groups[group], dim=dim, sizes=sizes)()
+    return start_reduce_scatter(tensor, group=_groups[group], dim=dim, sizes=sizes, bias=bias)()
 
 
 @torch.library.register_fake("hybrid::reduce_scatter")
-def _(tensor: torch.Tensor, group: int, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def _(tensor: torch.Tensor, bias: torch.Tensor | None, group: int, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] = sizes[_groups[group].rank]
     return tensor.new_empty(shape)
@@ -155,16 +164,18 @@ COLLECTIVE_OPERATIONS = (
 )
 
 
-def _reduced(tensor: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
-    return cast(torch.Tensor, torch.ops.hybrid.all_reduce.default(tensor, _number(group), op))
+def _reduced(tensor: torch.Tensor, group: Group, op: str = "sum", bias: torch.Tensor | None = None) -> torch.Tensor:
+    return cast(torch.Tensor, torch.ops.hybrid.all_reduce.default(tensor, bias, _number(group), op))
 
 
 def _gathered(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     return cast(torch.Tensor, torch.ops.hybrid.all_gather.default(tensor, _number(group), dim, list(sizes)))
 
 
-def _reduce_scattered(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    return cast(torch.Tensor, torch.ops.hybrid.reduce_scatter.default(tensor, _number(group), dim, list(sizes)))
+def _reduce_scattered(
+    tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], bias: torch.Tensor | None
+) -> torch.Tensor:
+    return cast(torch.Tensor, torch.ops.hybrid.reduce_scatter.default(tensor, bias, _number(group), dim, list(sizes)))
 
 
 def _own_slice(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -189,14 +200,15 @@ class _CopyTo(torch.autograd.Function):
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, bias: torch.Tensor | None, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _reduced(tensor, group)
+        return _reduced(tensor, group, bias=bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (gradient,) = gradients
-        return copy_to(gradient, group=ctx.group) if torch.is_grad_enabled() else gradient, None
+        of_bias = _of_bias(gradient) if ctx.needs_input_grad[1] else None
+        return copy_to(gradient, group=ctx.group) if torch.is_grad_enabled() else gradient, of_bias, None
 
 
 class _GatherFrom(torch.autograd.Function):
@@ -227,14 +239,21 @@ class _ScatterTo(torch.autograd.Function):
 
 class _ReduceScatterFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, bias: torch.Tensor | None, group: Group, dim: int, sizes: Sequence[int]
+    ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _reduce_scattered(tensor, group, dim, sizes)
+        return _reduce_scattered(tensor, group, dim, sizes, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
+        of_bias = _of_bias(gradients[0]) if ctx.needs_input_grad[1] else None
         back = gather_from(gradients[0], group=ctx.group, dim=ctx.dim, sizes=ctx.sizes, partial=True)
-        return back, None, None, None
+        return back, of_bias, None, None, None
+
+
+def _of_bias(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).sum(0)
 
 
 def copy_to(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:
@@ -244,11 +263,11 @@ def copy_to(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:
     return cast(torch.Tensor, _CopyTo.apply(tensor, group))
 
 
-def reduce_from(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:
-    """The sum over the group, with which each rank goes on alike."""
+def reduce_from(tensor: torch.Tensor, *, group: Group, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum over the group, with which each rank goes on alike, and the bias (of the last dim) added once."""
     if group.size == 1:
-        return tensor
-    return cast(torch.Tensor, _ReduceFrom.apply(tensor, group))
+        return tensor if bias is None else tensor + bias
+    return cast(torch.Tensor, _ReduceFrom.apply(tensor, bias, group))
 
 
 def gather_from(
@@ -280,14 +299,19 @@ def scatter_to(tensor: torch.Tensor, *, group: Group, dim: int, sizes: Sequence[
 
 
 def reduce_scatter_from(
-    tensor: torch.Tensor, *, group: Group, dim: int, sizes: Sequence[int] | None = None
+    tensor: torch.Tensor,
+    *,
+    group: Group,
+    dim: int,
+    sizes: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's part along `dim` of the sum over the group (default: even parts)."""
+    """This rank's part along `dim` of the sum over the group (default: even parts), and the bias added once."""
     if group.size == 1:
-        return tensor
+        return tensor if bias is None else tensor + bias
     dim = dim % tensor.dim()
     parts = list(sizes) if sizes is not None else split_sizes(tensor.shape[dim], group.size)
-    return cast(torch.Tensor, _ReduceScatterFrom.apply(tensor, group, dim, parts))
+    return cast(torch.Tensor, _ReduceScatterFrom.apply(tensor, bias, group, dim, parts))
 
 
 def all_reduce_sum(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:

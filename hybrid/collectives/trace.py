@@ -153,10 +153,12 @@ def sent_bytes(op: str, *, num_bytes: int, size: int, rank: int, bounds_bytes: S
     """Bytes that one rank sends at least, by the operation alone (ring bound), B bytes and N ranks.
 
     all_reduce 2 (N-1)/N B; reduce_scatter all but the own range; all_gather the own range N-1 times;
-    broadcast (N-1)/N B, the mean over the ranks of N-1 messages. Fractions of a byte are cut off.
+    send B; broadcast (N-1)/N B, the mean over the ranks of N-1 messages. Fractions of a byte are cut off.
     """
     if op == "all_reduce":
         return 2 * (size - 1) * num_bytes // size
+    if op == "send":
+        return num_bytes
     if op == "broadcast":
         return (size - 1) * num_bytes // size
     own_bytes = bounds_bytes[rank + 1] - bounds_bytes[rank]

@@ -141,7 +141,7 @@ def check_same_batch(batch: Any, *, group: ops.Group) -> None:
             + (", other values" if theirs[place][:2] == everyone[0][place][:2] else f", not {everyone[0][place][0]}")
         )
         raise BatchError(
-            f"the tensor-parallel ranks {', '.join(map(str, group.ranks))} work on one batch together, and rank "
+            f"the ranks {', '.join(map(str, group.ranks))} ({group.axis}) work on one batch together, and rank "
             f"{group.ranks[index]} got another one than rank {group.ranks[0]} ({what}); give all of them the same: "
             "shard the data by hybrid's samplers, or by the data-parallel rank of hybrid.get_mesh()"
         )

@@ -43,7 +43,18 @@ __all__ = [
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 # Every set of axes over which each model needs a group, in the order in which all ranks make them.
-_GROUPS: tuple[tuple[str, ...], ...] = ((), ("dp_shard",), ("dp_replicate",), DATA_AXES, ("tp",), (*DATA_AXES, "tp"))
+_GROUPS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("dp_shard",),
+    ("dp_replicate",),
+    DATA_AXES,
+    ("tp",),
+    (*DATA_AXES, "tp"),
+    ("pp",),
+    (*DATA_AXES, "pp"),
+    (*DATA_AXES, "pp", "tp"),
+    ("pp", "tp"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +175,7 @@ def runtimes() -> list[Runtime]:
 def seed_for_training(resolved: ResolvedStrategy, mesh: Mesh) -> None:
     """After the model is wrapped: other random numbers on each data-parallel rank, if the strategy has a seed."""
     if resolved.seed is not None:
-        seed_for_data_rank(resolved.seed, data_rank=mesh.group(*DATA_AXES).rank)
+        seed_for_data_rank(resolved.seed, data_rank=mesh.group(*DATA_AXES).rank, stage=mesh.coordinate("pp"))
 
 
 def is_initialized() -> bool:

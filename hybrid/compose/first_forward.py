@@ -1,4 +1,4 @@
-"""What is done at the first forward of a model that is cut: `verify`, and errors about shapes told in words that help."""
+"""What happens at the first forward of a model that is cut: `verify`, and errors about shapes in words that help."""
 
 from __future__ import annotations
 

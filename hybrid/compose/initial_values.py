@@ -17,7 +17,6 @@ from torch import nn
 
 from hybrid import shims
 from hybrid.collectives import ops
-from hybrid.compose.context import DATA_AXES
 from hybrid.errors import ModelError
 from hybrid.materialize.initialise import initialise, meta_attributes
 from hybrid.materialize.writing import Target
@@ -91,9 +90,8 @@ def move(model: nn.Module, device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def align_values(model: nn.Module, *, mesh: Mesh) -> None:
-    """Give all ranks the first one's parameters and buffers; of layers cut by hand, all ranks that hold the part."""
-    everybody, same_part = mesh.group(*DATA_AXES, "tp"), mesh.group(*DATA_AXES)
+def align_values(model: nn.Module, everyone: ops.Group, *, same_part: ops.Group) -> None:
+    """Give the ranks of a group the first one's parameters and buffers; of layers cut by hand, those of `same_part`."""
     by_hand = {
         id(module.get_parameter(name))
         for module in model.modules()
@@ -101,7 +99,7 @@ def align_values(model: nn.Module, *, mesh: Mesh) -> None:
         for name in module.tensor_parallel.cuts
     }
     for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
-        group = same_part if id(tensor) in by_hand else everybody
+        group = same_part if id(tensor) in by_hand else everyone
         if tensor.is_meta or group.size == 1:
             continue
         flat = tensor.detach().reshape(-1).contiguous().clone()
@@ -125,6 +123,7 @@ def materialise(
     model: nn.Module,
     engine: ShardingEngine,
     meta: MetaTensors,
+    everything: Mapping[str, nn.Parameter],
     *,
     order: InitOrder,
     mesh: Mesh,
@@ -137,6 +136,7 @@ def materialise(
         model: its parameters have their memory by now, or are cut.
         engine: keeps the values of those in buckets.
         meta: `stand_ins` of the model as it was given.
+        everything: its parameters, those of other pipeline stages too.
         order: "replay" draws as one process would; "by_name" seeds each parameter from its name.
         mesh: of the job.
         seed: the strategy's, for "by_name"; None takes that of torch's generator on the first rank.
@@ -147,14 +147,17 @@ def materialise(
     """
     buckets = {fqn: bucket for bucket in engine.all_buckets() for fqn in bucket.fqns}
     for fqn in meta.parameters:
-        if fqn not in buckets:  # frozen, below stage 3: whole on every rank, in no bucket
+        if fqn in engine.parameters and fqn not in buckets:  # frozen, below stage 3: whole on every rank, in no bucket
             shims.give_memory(engine.parameters[fqn], torch.empty_like(engine.parameters[fqn], device=mesh.device))
     targets: list[Target] = []
     for fqn, stand_in in meta.parameters.items():
         bucket = buckets.get(fqn)
-        parameter = engine.parameters[fqn]
+        parameter = everything[fqn]
+        is_here = fqn in engine.parameters
 
         def keep(value: torch.Tensor, fqn: str = fqn, parameter: nn.Parameter = parameter) -> None:
+            if fqn not in engine.parameters:
+                return  # another pipeline stage's: drawn, and thrown away
             held = local_part(fqn, value)
             if fqn in buckets:
                 buckets[fqn].store(buckets[fqn].position_of[fqn], held)
@@ -169,7 +172,7 @@ def materialise(
                 stand_in=stand_in,
                 device=mesh.device,
                 keep=keep,
-                wanted=not is_cut or (bucket is not None and fqn in bucket.slice_of),
+                wanted=is_here and (not is_cut or (bucket is not None and fqn in bucket.slice_of)),
             )
         )
     found: dict[int, torch.Tensor] = {}

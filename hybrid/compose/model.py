@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from hybrid import shims
 from hybrid.compose import context, grad_norm, model_state
 from hybrid.compose import train_step as steps
+from hybrid.compose.context import DATA_AXES
 from hybrid.compose.first_forward import FirstForward, check_verify, plain_copy
 from hybrid.compose.initial_values import (
     InitOrder,
@@ -28,8 +29,18 @@ from hybrid.compose.initial_values import (
     stand_ins,
 )
 from hybrid.compose.model_checks import check_alike_on_all_ranks, check_grad_dtype, check_layouts, check_model
+from hybrid.compose.pipeline import (
+    Stages,
+    all_on_meta,
+    build_layers,
+    known_here,
+    named_once,
+    plan_stages,
+    share_out,
+    start_pipeline,
+)
 from hybrid.compose.runtime import Runtime
-from hybrid.compose.tensor_parallel import align_random_states, cut_model, group_axes, part_of, placements, plan_for
+from hybrid.compose.tensor_parallel import align_random_states, all_group_axes, cut_model, part_of, placements, plan_for
 from hybrid.errors import GradientAccessError, ModelError
 from hybrid.mesh import Mesh
 from hybrid.precision.casting import autocasting, cast_buffers, compute_dtypes, install_casts
@@ -65,31 +76,41 @@ def distributed_model(
         LaunchError: the processes could not meet.
         ModelError: a model that cannot be trained this way; the message names the parameter.
     """
-    check_model(model, wrapper=DistributedModel)
-    check_meta(model, init)
     foreseen = context.foresee(strategy)
-    planned = plan_for(model, foreseen)
+    planned_stages = plan_stages(model, foreseen)
+    is_whole = build_layers(model, planned_stages)
+    if is_whole:
+        check_model(model, wrapper=DistributedModel)
+        check_meta(model, init)
+    planned = plan_for(model if is_whole else all_on_meta(model), foreseen)
     check_verify(model, foreseen)
     scope = context.ensure(strategy)
     mesh, resolved = scope.mesh, scope.resolved
+    # chunks -> tensor parallel -> recompute -> precision -> sharding; compile will come before sharding
+    layers = share_out(model, planned_stages, mesh) if planned_stages is not None else None
+    if not is_whole:
+        check_model(model, wrapper=DistributedModel)
+        check_meta(model, init)
     check_layouts(model, resolved)
     move(model, mesh.device)
-    units = plan_units(model, class_names=resolved.units)
-    check_alike_on_all_ranks(model, mesh)
-    # tensor parallel -> recompute -> precision -> sharding; chunks and compile will come before and between
-    align_values(model, mesh=mesh)
+    everyone = mesh.world if is_whole else mesh.group(*DATA_AXES, "tp")
+    check_alike_on_all_ranks(model, everyone)
+    align_values(model, everyone, same_part=mesh.group(*DATA_AXES))
     meta = stand_ins(find_meta(model))
     plain = plain_copy(model, resolved)
     cuts = cut_model(model, planned, mesh) if planned is not None else None
-    parameters = dict(model.named_parameters())
-    records = placements(model, cuts)
-    mesh.prepare(group_axes(records))
+    everything = dict(model.named_parameters())
+    stages = start_pipeline(model, layers, planned_stages, mesh) if layers is not None and planned_stages else None
+    units = plan_units(model, class_names=resolved.units) if stages is None else stages.units(model)
+    parameters = named_once(model, stages)
+    records = placements(model, parameters, cuts, stages)
+    mesh.prepare(all_group_axes(records, mesh))
     if resolved.recompute is not None:
         blocks = [unit.name for unit in units if not unit.is_around]
-        chosen = find_recompute_units(model, resolved.recompute.units, blocks=blocks)
+        chosen = find_recompute_units(model, known_here(resolved.recompute.units, model, stages, mesh), blocks=blocks)
         policy, preserve_rng = resolved.recompute.policy, resolved.recompute.preserve_rng
         install_recompute(model, chosen, policy=policy, preserve_rng=preserve_rng)
-    low_dtypes = _install_precision(model, resolved, mesh) if resolved.amp is not None else {}
+    low_dtypes = _install_precision(model, resolved, mesh, stages) if resolved.amp is not None else {}
     check_grad_dtype(parameters, resolved, low_dtypes)
     engine = ShardingEngine(
         parameters,
@@ -100,17 +121,24 @@ def distributed_model(
         group_of=lambda axes: mesh.group(*axes),
         compute_dtypes=low_dtypes,
         planned_elements=cuts.largest_parts(parameters) if cuts is not None else None,
+        world_fqns=stages.whole.trainable if stages is not None else None,
         device=mesh.device,
         peers=lambda: [runtime.engine.reducer for runtime in context.runtimes()],
     )
     if meta:
         order = init or "replay"
-        materialise(model, engine, meta, order=order, mesh=mesh, seed=resolved.seed, local_part=part_of(cuts))
+        with stages.staged.all_layers() if stages is not None else nullcontext():
+            materialise(
+                model, engine, meta, everything, order=order, mesh=mesh, seed=resolved.seed, local_part=part_of(cuts)
+            )
+    if stages is not None:
+        stages.forget_the_rest()
     if resolved.amp is not None and resolved.amp.buffer_dtype != "float32":
         cast_buffers(model, dtype=getattr(torch, resolved.amp.buffer_dtype), custom_fp32=resolved.amp.custom_fp32)
     engine.start_unsharding(model)
     align_random_states(mesh)
     runtime = Runtime(engine, mesh=mesh, strategy=resolved, cuts=cuts)
+    runtime.stages = stages
     model.__class__ = _extended(type(model))
     extended = cast(DistributedModel, model)
     extended.hybrid_runtime = runtime
@@ -212,13 +240,29 @@ class DistributedModel(nn.Module):
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(fqn, whole gradient) of every trainable parameter; None without one. *Collective*, to its end.
 
-        One bucket is whole at a time.
+        One bucket is whole at a time; with a pipeline, all of the model's gradients.
         """
-        engine = self.hybrid_runtime.engine
-        self.hybrid_runtime.synchronise()
-        for bucket in engine.buckets:
-            for fqn, gradient in state_view.bucket_gradients(engine, bucket):
-                yield fqn, None if gradient is None else self.hybrid_runtime.whole(fqn, gradient)
+        runtime = self.hybrid_runtime
+        runtime.synchronise()
+        own = (
+            (fqn, None if gradient is None else runtime.whole(fqn, gradient))
+            for bucket in runtime.engine.buckets
+            for fqn, gradient in state_view.bucket_gradients(runtime.engine, bucket)
+        )
+        if runtime.stages is None:
+            yield from own
+        else:
+            yield from model_state.over_stages(dict(own), runtime, order=runtime.stages.whole.trainable).items()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As the plain model's; on a pipeline stage without any, one that is empty, for an optimizer to be built."""
+        found = False
+        for parameter in super().parameters(recurse):
+            found = True
+            yield parameter
+        stages = vars(self)["hybrid_runtime"].stages if "hybrid_runtime" in vars(self) else None
+        if not found and stages is not None:
+            yield stages.stand_in
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty every gradient buffer, local and reduced."""
@@ -239,10 +283,10 @@ class DistributedModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The plain model's state dict: its names and shapes, whole values.
 
-        References as in plain torch; at stage 3 and under tensor parallel copies, and then *collective*.
+        References as in plain torch; at stage 3, under tensor parallel and with a pipeline copies, *collective* then.
         """
         engine = self.hybrid_runtime.engine
-        if self.hybrid_runtime.cuts is not None:
+        if self.hybrid_runtime.cuts is not None or self.hybrid_runtime.stages is not None:
             plain = functools.partial(super().state_dict, *args, **kwargs)
             return model_state.full_state_dict(self, self.hybrid_runtime, plain=plain)
         with engine.whole():
@@ -286,8 +330,12 @@ class DistributedModel(nn.Module):
             raise ModelError(
                 "load_state_dict(assign=True) would take parameters out of their buckets; use assign=False"
             )
+        load = super().load_state_dict
         with model_state.loading(self.hybrid_runtime):
-            return super().load_state_dict(state_dict, strict=strict)
+            if self.hybrid_runtime.stages is not None:
+                own = list(super().state_dict(keep_vars=True))
+                return model_state.load_stage(self.hybrid_runtime, state_dict, own=own, strict=strict, load=load)
+            return load(state_dict, strict=strict)
 
     def gather_parameters(
         self, parameters: str | nn.Parameter | Sequence[str | nn.Parameter] | None = None
@@ -366,17 +414,22 @@ def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
     )
 
 
-def _install_precision(model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh) -> dict[str, torch.dtype]:
+def _install_precision(
+    model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh, stages: Stages | None
+) -> dict[str, torch.dtype]:
     """Wrap forwards; returns the parameters that become low precision, with their dtype (level O2)."""
     amp = resolved.amp
     assert amp is not None
     dtype: torch.dtype = getattr(torch, amp.dtype)
-    low = compute_dtypes(model, dtype=dtype, custom_fp32=amp.custom_fp32)
-    install_casts(model, custom_fp32=amp.custom_fp32, norms=amp.level == "O2")
-    model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type)
+    custom_fp32 = known_here(amp.custom_fp32, model, stages, mesh) or ()
+    low = compute_dtypes(model, dtype=dtype, custom_fp32=custom_fp32)
+    install_casts(model, custom_fp32=custom_fp32, norms=amp.level == "O2")
+    # Between the chunks of a pipeline a value crosses as it is; the last one's output is the model's.
+    is_output = None if stages is None else stages.staged.runs_last_chunk
+    model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type, is_output=is_output)
     if amp.level == "O1":
         return {}
     for fqn, parameter in model.named_parameters():
         if fqn in low and not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)  # has no master, at any stage
-    return low
+    return low if stages is None else {stages.whole.first[fqn]: lower for fqn, lower in low.items()}

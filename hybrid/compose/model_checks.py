@@ -10,7 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from hybrid.collectives import ops
 from hybrid.errors import ModelError
-from hybrid.mesh import Mesh
 from hybrid.strategy import ResolvedStrategy
 from hybrid.tensor.cut_module import CutModule
 
@@ -36,7 +35,7 @@ def check_model(model: nn.Module, *, wrapper: type[nn.Module]) -> None:
         )
 
 
-def check_alike_on_all_ranks(model: nn.Module, mesh: Mesh) -> None:
+def check_alike_on_all_ranks(model: nn.Module, group: ops.Group) -> None:
     whole: dict[int, tuple[int, ...]] = {}
     for module in model.modules():
         if isinstance(module, CutModule):  # built of parallel layers: each rank has its part
@@ -47,15 +46,15 @@ def check_alike_on_all_ranks(model: nn.Module, mesh: Mesh) -> None:
     mine = [
         (name, whole.get(id(t), tuple(t.shape)), str(t.dtype), t.requires_grad) for name, t in _named_tensors(model)
     ]
-    everyone = ops.all_gather_object(mine, group=mesh.world)
-    for rank, theirs in enumerate(everyone):
+    everyone = ops.all_gather_object(mine, group=group)
+    for rank, theirs in zip(group.ranks, everyone, strict=True):
         if theirs == everyone[0]:
             continue
         first = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
         what = (
-            f"{first[0]} on rank 0, {first[1]} on rank {rank}"
+            f"{first[0]} on rank {group.ranks[0]}, {first[1]} on rank {rank}"
             if first
-            else (f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}")
+            else f"rank {group.ranks[0]} has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
         )
         raise ModelError(f"the model is not the same on all ranks (name, shape, dtype, requires_grad): {what}")
 

@@ -6,7 +6,7 @@ only the parameters that they touch are exchanged, for copies of the whole or fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from hybrid.sharding import state_view
 from hybrid.sharding.absence import AbsentParameter
 from hybrid.sharding.bucket import Bucket
 
-__all__ = ["full_state_dict", "loading"]
+__all__ = ["full_state_dict", "load_stage", "loading", "over_stages"]
 
 
 def full_state_dict(model: nn.Module, runtime: Runtime, *, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -56,7 +56,22 @@ def full_state_dict(model: nn.Module, runtime: Runtime, *, plain: Callable[[], d
             flat = state[name].reshape(-1).to(runtime.mesh.device)
             ops.broadcast(flat, source=0, group=group).wait()
             state[name] = flat.cpu().view(state[name].shape)
-    return state
+    return over_stages(state, runtime, order=runtime.stages.names if runtime.stages is not None else ())
+
+
+def over_stages(mine: dict[str, Any], runtime: Runtime, *, order: Sequence[str]) -> dict[str, Any]:
+    """What all stages of a pipeline have under these names, in this order; the first stage that has one gives it.
+
+    *Collective*. Without a pipeline, what is given.
+    """
+    if runtime.stages is None:
+        return mine
+    everyone = ops.all_gather_object(mine, group=runtime.mesh.group("pp"))
+    return {
+        name: next(state[name] for state in everyone if name in state)
+        for name in order
+        if any(name in s for s in everyone)
+    }
 
 
 @contextmanager
@@ -73,6 +88,20 @@ def loading(runtime: Runtime) -> Iterator[None]:
             stack.enter_context(engine.whole())
         with _Loading(runtime, stack):
             yield
+
+
+def load_stage(
+    runtime: Runtime, state_dict: Mapping[str, Any], *, own: Sequence[str], strict: bool, load: Callable[..., Any]
+) -> Any:
+    """Of a whole state dict, load what this stage holds; missing and unexpected keys are those of the whole model."""
+    assert runtime.stages is not None
+    names = runtime.stages.names
+    missing = [name for name in names if name not in state_dict]
+    unexpected = [name for name in state_dict if name not in set(names)]
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"Error(s) in loading state_dict: missing keys {missing}, unexpected keys {unexpected}")
+    result = load({name: state_dict[name] for name in own if name in state_dict}, strict=False)
+    return type(result)(missing, unexpected)
 
 
 class _Exchanged(TorchFunctionMode):

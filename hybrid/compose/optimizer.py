@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 
 from hybrid import shims
+from hybrid.collectives import ops
 from hybrid.compose import context
+from hybrid.compose.model_state import over_stages
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import OptimizerError
 from hybrid.sharding import state_view
@@ -43,6 +45,7 @@ def distributed_optimizer(
     if strategy is not None:
         context.check_same_strategy(strategy)
     runtime = _runtime_of(optimizer)
+    _drop_elsewhere(optimizer, runtime)
     shards = runtime.adopt_optimizer(optimizer)
     base = type(optimizer)
     # A scheduler built earlier has put its counting wrapper around the base class's step on the instance.
@@ -120,7 +123,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = state_view.whole_optimizer_state(self.hybrid_shards, self)
         for fqn, values in state.items():
             state[fqn] = self._over_tp(fqn, values, self.hybrid_runtime.whole)
-        return {"state": state, "param_groups": self._named_groups()}
+        runtime, groups = self.hybrid_runtime, self._named_groups()
+        if runtime.stages is not None:
+            order = runtime.stages.whole.order
+            everyone = ops.all_gather_object([group["params"] for group in groups], group=runtime.mesh.group("pp"))
+            for index, group in enumerate(groups):
+                held = {fqn for names in everyone for fqn in names[index]}
+                group["params"] = [fqn for fqn in order if fqn in held]
+            state = over_stages(state, runtime, order=order)
+        return {"state": state, "param_groups": groups}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by fqn, with the ranges that it holds; not collective."""
@@ -143,6 +154,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = state_dict.get("param_groups", [])
         mine = self._named_groups()
         problems = []
+        stages = self.hybrid_runtime.stages
+        if stages is not None and "ranges" not in state_dict:  # of the whole model: what other stages hold is theirs
+            own_fqns = set(self.hybrid_runtime.engine.parameters)
+            known = set(stages.whole.order)
+            groups = [
+                {**group, "params": [fqn for fqn in group.get("params", ()) if fqn in own_fqns or fqn not in known]}
+                for group in groups
+            ]
+            for group, own in zip(groups, mine, strict=False):
+                if set(group["params"]) == set(own["params"]):
+                    group["params"] = own["params"]
+            kept = {fqn: v for fqn, v in state_dict.get("state", {}).items() if fqn in own_fqns or fqn not in known}
+            state_dict = {**state_dict, "state": kept}
         if [group.get("params") for group in groups] != [group["params"] for group in mine]:
             problems.append(
                 f"param groups differ: saved {[group.get('params') for group in groups]}, "
@@ -262,10 +286,27 @@ def _base_step(extended: type) -> Callable[..., Any]:
     return step
 
 
+def _drop_elsewhere(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+    """Parameters that other pipeline stages train, and their state, are theirs."""
+    if runtime.stages is None:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in runtime.engine.fqn_of]
+    for parameter in [p for p in optimizer.state if id(p) not in runtime.engine.fqn_of]:
+        del optimizer.state[parameter]
+
+
+def _knows(runtime: Runtime, parameter: torch.Tensor) -> bool:
+    stages = runtime.stages
+    return id(parameter) in runtime.engine.fqn_of or (
+        stages is not None and (id(parameter) in stages.elsewhere or parameter is stages.stand_in)
+    )
+
+
 def _runtime_of(optimizer: torch.optim.Optimizer) -> Runtime:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     runtimes = context.runtimes()
-    owners = [next((r for r in runtimes if id(p) in r.engine.fqn_of), None) for p in parameters]
+    owners = [next((r for r in runtimes if _knows(r, p)), None) for p in parameters]
     missing = [p for p, owner in zip(parameters, owners, strict=True) if owner is None]
     if missing:
         raise OptimizerError(

@@ -17,6 +17,7 @@ import torch
 from hybrid.collectives import ops
 from hybrid.compose import grad_norm
 from hybrid.compose.batch import check_same_batch
+from hybrid.compose.context import DATA_AXES
 from hybrid.errors import ModelError, OptimizerError
 from hybrid.mesh import Mesh
 from hybrid.sharding.engine import ShardingEngine
@@ -26,6 +27,8 @@ from hybrid.tensor.cuts import TensorCuts
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from hybrid.compose.pipeline import Stages
 
 __all__ = ["Runtime"]
 
@@ -53,6 +56,8 @@ class Runtime:
         self.engine = engine
         self.cuts = cuts
         """Which parameters are cut over tp; None without tensor parallel."""
+        self.stages: Stages | None = None
+        """What this rank does of a pipeline; None without one."""
         self.is_batch_checked = False
         """Whether the tp ranks have compared a batch."""
         self.mesh = mesh
@@ -176,7 +181,7 @@ class Runtime:
             BatchError: they do not.
         """
         if not self.is_batch_checked:
-            check_same_batch(batch, group=self.mesh.group("tp"))
+            check_same_batch(batch, group=self.mesh.group("pp", "tp"))
             self.is_batch_checked = True
 
     def has_gradients(self) -> bool:
@@ -209,7 +214,7 @@ class Runtime:
 
     def has_gradient_anywhere(self) -> bool:
         """Whether any parameter had a gradient on any rank, as of the last settlement."""
-        return any(any(bucket.has_gradient_anywhere) for bucket in self.engine.buckets)
+        return self.engine.any_gradient_anywhere
 
     def needs_settlement(self, shards: OptimizerShards | None = None) -> bool:
         """Whether gradients came since the last settlement, or `shards` already stepped on that one."""
@@ -296,9 +301,9 @@ class Runtime:
         self.may_have_new = True
 
     def holds_anywhere(self, here: bool) -> bool:
-        """Whether something holds on any rank of the world. *Collective.*"""
+        """Whether something holds on any rank that trains the same parameters. *Collective.*"""
         flag = torch.tensor([float(here)], dtype=torch.float64, device=self.engine.device)
-        ops.all_reduce(flag, group=self.mesh.world, op="max", control=True).wait()
+        ops.all_reduce(flag, group=self.mesh.group(*DATA_AXES, "tp"), op="max", control=True).wait()
         return bool(flag.item() > 0)
 
     # -- accumulation ----------------------------------------------------------------------------------

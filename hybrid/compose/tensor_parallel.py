@@ -10,6 +10,8 @@ from torch import nn
 
 from hybrid.collectives import ops
 from hybrid.compose.context import DATA_AXES
+from hybrid.compose.pipeline import Stages
+from hybrid.contracts.layout import axis_name
 from hybrid.contracts.placement import Placement, placed
 from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.contracts.tensor_plan import TensorPlan
@@ -24,8 +26,8 @@ from hybrid.tensor.rewrite import adopt_modules, cut_parameters, is_cut_by_hand,
 __all__ = [
     "Planned",
     "align_random_states",
+    "all_group_axes",
     "cut_model",
-    "group_axes",
     "part_of",
     "placements",
     "plan_for",
@@ -95,13 +97,15 @@ def part_of(cuts: TensorCuts | None) -> Callable[[str, torch.Tensor], torch.Tens
     return part
 
 
-def placements(model: nn.Module, cuts: TensorCuts | None) -> dict[str, Placement]:
-    """The record of each parameter, its local shape being there already."""
+def placements(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], cuts: TensorCuts | None, stages: Stages | None
+) -> dict[str, Placement]:
+    """The record of each parameter of this rank, its local shape being there already."""
     names: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
     records: dict[str, Placement] = {}
-    for fqn, parameter in model.named_parameters():
+    for fqn, parameter in parameters.items():
         cut = None if cuts is None else cuts.own(fqn)
         copies: tuple[str, ...] = ()
         partial: tuple[str, ...] = DATA_AXES
@@ -112,6 +116,9 @@ def placements(model: nn.Module, cuts: TensorCuts | None) -> dict[str, Placement
         elif cut is None and cuts is not None:
             copies = ("tp",)
             partial = (*DATA_AXES, "tp") if fqn in cuts.partial else DATA_AXES
+        holders = None if stages is None else stages.whole.axis(fqn)
+        if holders is not None:  # tied over stages: each has a part of its gradient
+            copies, partial = (*copies, holders), (*partial, holders)
         records[fqn] = placed(
             fqn,
             tuple(parameter.shape) if cuts is None else cuts.global_shape(fqn, tuple(parameter.shape)),
@@ -119,18 +126,28 @@ def placements(model: nn.Module, cuts: TensorCuts | None) -> dict[str, Placement
             partial_axes=partial,
             copy_axes=copies,
             cut=cut,
+            chunks=(0,) if stages is None else stages.chunks_of(names[id(parameter)]),
             trainable=parameter.requires_grad,
             tied_fqns=[name for name in names[id(parameter)] if name != fqn],
         )
     return records
 
 
-def group_axes(records: Mapping[str, Placement]) -> Iterator[tuple[str, ...]]:
+def _group_axes(records: Mapping[str, Placement]) -> Iterator[tuple[str, ...]]:
     """The sets of axes over which gradients of these parameters are reduced, in an order that all ranks share."""
     for partial in sorted({record.partial_axes for record in records.values()}):
-        yield partial
-        for left_out in (("dp_shard",), ("dp_shard", "cp")):
-            yield tuple(axis for axis in partial if axis not in left_out)
+        late = tuple(axis for axis in partial if axis_name(axis) == "pp")
+        soon = tuple(axis for axis in partial if axis not in late)
+        for axes in (soon, tuple(axis for axis in soon if axis != "dp_shard")):
+            yield axes
+            yield (*axes, *late)
+        yield late
+
+
+def all_group_axes(records: Mapping[str, Placement], mesh: Mesh) -> list[tuple[str, ...]]:
+    """What `_group_axes` gives on any rank, in one order on all, as making a group asks for. *Collective.*"""
+    everyone = ops.all_gather_object(list(_group_axes(records)), group=mesh.world)
+    return list(dict.fromkeys(axes for mine in everyone for axes in mine))
 
 
 def align_random_states(mesh: Mesh) -> None:

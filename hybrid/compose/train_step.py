@@ -9,7 +9,7 @@ fewer samples and ranks with none give what one process gives on the whole batch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +18,15 @@ import torch
 from torch import nn
 
 from hybrid.collectives import ops
-from hybrid.compose.batch import num_samples, num_tokens, split_batch
+from hybrid.compose.batch import num_samples, split_batch
 from hybrid.compose.context import DATA_AXES
+from hybrid.compose.losses import ForwardStep, LossFunction, run_forward
 from hybrid.compose.optimizer import DistributedOptimizer
+from hybrid.compose.pipeline_step import evaluate_pipeline, reduces_after, train_pipeline
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import BatchError, ModelError, OptimizerError
 
 __all__ = ["EvalResult", "StepResult", "eval_batch", "train_batch"]
-
-LossFunction = Callable[..., Any]
-ForwardStep = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +99,16 @@ def train_batch(
     reducer.defer_end = True
     runtime.may_have_new = True
     try:
-        for index, micro_batch in enumerate(micro_batches):
-            reduce_now = _reduces_after(strategy.grad_reduce, index=index, last=last, step=step)
-            loss_sum = _forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
+        if runtime.stages is not None:
+            if forward_step is not None:
+                raise BatchError(
+                    "forward_step with a pipeline: no rank has the whole model; give (inputs, labels) and loss_fn"
+                )
+            train_pipeline(runtime, micro_batches, loss_fn, totals, scaler=scaler, step=step)
+            totals_handle = ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES, "pp"), control=True)
+        for index, micro_batch in enumerate(micro_batches if runtime.stages is None else ()):
+            reduce_now = reduces_after(strategy.grad_reduce, index=index, last=last, step=step)
+            loss_sum = run_forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
             if index == last:
                 # Under way during the last backward, so that its latency costs nothing.
                 totals_handle = ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES), control=True)
@@ -155,9 +161,11 @@ def eval_batch(
             training=False,
         )
         _check_samples_everywhere(runtime, pieces)
-        for micro_batch in pieces:
-            _forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
-    ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES), control=True).wait()
+        if runtime.stages is not None:
+            evaluate_pipeline(runtime, pieces, loss_fn, totals)
+        for micro_batch in pieces if runtime.stages is None else ():
+            run_forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
+    ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES, "pp"), control=True).wait()
     loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
     return EvalResult(loss=loss, count=totals[1])
 
@@ -168,7 +176,7 @@ def _check_samples_everywhere(runtime: Runtime, micro_batches: list[Any]) -> Non
     Raises:
         BatchError: a rank has an empty micro-batch; raised on every rank.
     """
-    if runtime.engine.unsharder is None:
+    if runtime.engine.unsharder is None and runtime.stages is None:
         return
     has_samples = [float(num_samples(micro_batch) > 0) for micro_batch in micro_batches]
     ranks_with = torch.tensor(has_samples, dtype=torch.float64, device=runtime.engine.device)
@@ -210,103 +218,6 @@ def _check_arguments(runtime: Runtime, optimizer: Any, step: bool) -> None:
         raise ModelError(
             "train_batch found gradients of an earlier backward() in the model: call optimizer.step() and "
             "optimizer.zero_grad(), or model.zero_grad(), first"
-        )
-
-
-def _reduces_after(grad_reduce: str | int, *, index: int, last: int, step: bool) -> bool:
-    """Whether micro-batch `index` reduces. What is left local when the step comes is reduced there."""
-    if grad_reduce == "every_micro_batch":
-        return True
-    if isinstance(grad_reduce, int) and (index + 1) % grad_reduce == 0:
-        return True
-    return index == last and step
-
-
-def _forward(
-    model: nn.Module,
-    micro_batch: Any,
-    loss_fn: LossFunction | None,
-    forward_step: ForwardStep | None,
-    totals: torch.Tensor,
-    loss_reduction: str,
-) -> torch.Tensor | None:
-    """Run forward and loss; add to `totals`; return the sum to run backward on, None if there is no sample."""
-    samples = num_samples(micro_batch)
-    if samples == 0:
-        return None
-    output = _call(model, micro_batch, loss_fn, forward_step)
-    tokens: int | torch.Tensor = num_tokens(micro_batch)
-    if isinstance(output, tuple | list) and len(output) == 2:
-        loss_sum, count = output
-        _check_scalar(loss_sum)
-        loss_sum = loss_sum.reshape(())
-        _check_count(count)
-        weight = tokens = count.detach().double().reshape(()) if isinstance(count, torch.Tensor) else count
-    else:
-        _check_scalar(output)
-        output = output.reshape(())
-        loss_sum = output if loss_reduction == "sum" else output * samples
-        weight = samples
-    totals[:4] += torch.stack(
-        [
-            torch.as_tensor(v, dtype=torch.float64, device=totals.device)
-            for v in (loss_sum.detach(), weight, samples, tokens)
-        ]
-    )
-    result: torch.Tensor = loss_sum
-    return result
-
-
-def _call(model: nn.Module, micro_batch: Any, loss_fn: LossFunction | None, forward_step: ForwardStep | None) -> Any:
-    if forward_step is not None:
-        if loss_fn is not None:
-            raise BatchError(
-                "give forward_step or loss_fn, not both: forward_step(model, micro_batch) returns the loss"
-            )
-        return forward_step(model, micro_batch)
-    if isinstance(micro_batch, Mapping):
-        if loss_fn is not None:
-            raise BatchError(
-                "a dict batch calls model(**batch) and takes its .loss, so loss_fn would be ignored; give "
-                "forward_step=lambda model, batch: loss_fn(model(...), ...) instead"
-            )
-        output = model(**micro_batch)
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is None:
-            raise BatchError(
-                f"model(**batch) returned a {type(output).__name__} without a loss; put labels into the batch, or give "
-                "forward_step(model, micro_batch)"
-            )
-        return loss
-    if isinstance(micro_batch, tuple | list) and len(micro_batch) == 2 and loss_fn is not None:
-        inputs, labels = micro_batch
-        if isinstance(inputs, Mapping):
-            return loss_fn(model(**inputs), labels)
-        return loss_fn(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs), labels)
-    raise BatchError(
-        f"do not know how to get a loss from a batch of type {type(micro_batch).__name__}: give a dict (calls "
-        "model(**batch) and takes .loss), (inputs, labels) with loss_fn=, or forward_step(model, micro_batch)"
-    )
-
-
-def _check_count(count: Any) -> None:
-    if isinstance(count, torch.Tensor):
-        fine = count.numel() == 1 and not count.is_complex() and bool(count >= 0)
-    else:
-        fine = isinstance(count, int | float) and count >= 0 and float(count).is_integer()
-    if not fine:
-        raise BatchError(
-            f"the second of a pair is the number of samples or tokens behind the sum, and {count!r} cannot be one; "
-            "return (loss.sum(), count), or the mean loss alone"
-        )
-
-
-def _check_scalar(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise BatchError(
-            f"the loss must be one number, or a pair (sum, count); got {what}: reduce it with .mean(), or return "
-            "(loss.sum(), number of tokens)"
         )
 
 

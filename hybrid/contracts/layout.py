@@ -12,7 +12,8 @@ the outermost (its neighbours are far apart), the last the innermost (its groups
             dp_shard 1  6      7
 
 "tp/2" is the innermost factor 2 of the axis tp: above with tp 4 its groups would be (0 1) (2 3) within each tp group.
-Ranks that hold the same kv head form such groups.
+Ranks that hold the same kv head form such groups. "pp:0,3" are the places 0 and 3 of the axis pp, and every other place
+by itself: the stages that hold a tied weight.
 
 A layout takes any axis names, so that a second factorisation of the same ranks (for experts) can be another
 `Layout` beside the dense one.
@@ -21,11 +22,11 @@ A layout takes any axis names, so that a second factorisation of the same ranks 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["AXES", "Axis", "Layout"]
+__all__ = ["AXES", "Axis", "Layout", "axis_name", "place_on"]
 
 #: The dense axes, outer to inner. A tp group is contiguous ranks, so it stays inside one node.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -78,13 +79,11 @@ class Layout:
         return tuple(axis.name for axis in self.axes)
 
     def degree(self, axis: str) -> int:
-        """Size of the axis, or of its innermost factor ("tp/2"); 1 for a dense axis that this layout does not list."""
-        name, factor = _split(axis)
+        """Size of the axis, or of the part of it; 1 for a dense axis that this layout does not list."""
+        name = axis_name(axis)
         for listed in self.axes:
             if listed.name == name:
-                if factor is not None and listed.size % factor:
-                    raise ValueError(f"axis {axis!r}: {factor} does not divide the size {listed.size} of {name!r}")
-                return listed.size if factor is None else factor
+                return max(len(block) for block in _blocks(axis, listed.size))
         if axis in AXES:
             return 1
         raise ValueError(f"no axis {axis!r}; this layout has {', '.join(self.axis_names)}")
@@ -119,16 +118,17 @@ class Layout:
         start = self.coordinate(rank)
         places = []
         for axis in self.axes:
-            size = varied.get(axis.name, 1)  # of the block of places that holds this rank's own
-            first = start[axis.name] // size * size
-            places.append(range(first, first + size))
+            own = start[axis.name]
+            places.append(next(block for block in varied.get(axis.name, ((own,),)) if own in block))
         return tuple(self.rank_of(**dict(zip(self.axis_names, place, strict=True))) for place in product(*places))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`: each rank is in exactly one; ordered by their lowest rank."""
         axes = tuple(axes) if not isinstance(axes, str) else axes
         varied = self._varied(axes)
-        heads = product(*(range(0, axis.size, varied.get(axis.name, 1)) for axis in self.axes))
+        heads = product(
+            *([block[0] for block in varied[a.name]] if a.name in varied else range(a.size) for a in self.axes)
+        )
         return tuple(
             self.group_ranks(self.rank_of(**dict(zip(self.axis_names, head, strict=True))), axes) for head in heads
         )
@@ -137,15 +137,16 @@ class Layout:
         """`pp 2 × dp_shard 4`, outer to inner, axes of size 1 left out."""
         return " × ".join(str(axis) for axis in self.axes if axis.size > 1) or "one process"
 
-    def _varied(self, axes: Iterable[str]) -> dict[str, int]:
-        """Axis -> how many neighbouring places of it are in the group."""
+    def _varied(self, axes: Iterable[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Axis -> its places, those that are in one group together."""
         if isinstance(axes, str):
             raise ValueError(f"axes must be a sequence of names, got the text {axes!r}; write ({axes!r},)")
-        varied: dict[str, int] = {}
+        varied: dict[str, tuple[tuple[int, ...], ...]] = {}
         for axis in axes:
-            size = self.degree(axis)  # refuses a name that is no axis
-            name = _split(axis)[0]
-            varied[name] = max(size, varied.get(name, 1))
+            degree = self.degree(axis)  # refuses a name that is no axis
+            name = axis_name(axis)
+            if degree > max((len(block) for block in varied.get(name, ())), default=0):
+                varied[name] = _blocks(axis, self.degree(name))
         return varied
 
     def _check_rank(self, rank: int) -> None:
@@ -153,10 +154,42 @@ class Layout:
             raise ValueError(f"rank {rank} is not in 0..{self.world_size - 1} (world_size {self.world_size})")
 
 
-def _split(axis: str) -> tuple[str, int | None]:
+def axis_name(axis: str) -> str:
+    """`tp` of "tp/2", `pp` of "pp:0,3"."""
+    return axis.partition("/")[0].partition(":")[0]
+
+
+def place_on(axis: str, coordinates: Mapping[str, int]) -> int:
+    """Place on an axis, or on a part of one; 0 for an axis that the coordinates do not name."""
+    name = axis_name(axis)
+    place = coordinates.get(name, 0)
+    if axis == name:
+        return place
+    return next(block.index(place) for block in _blocks(axis, None, least=place + 1) if place in block)
+
+
+def _blocks(axis: str, size: int | None, *, least: int = 0) -> tuple[tuple[int, ...], ...]:
+    """The places of an axis of this size, in the groups that "tp/2" or "pp:0,3" makes of them, ascending."""
     name, slash, factor = axis.partition("/")
-    if not slash:
-        return name, None
-    if not factor.isdecimal() or int(factor) < 1:
-        raise ValueError(f"axis {axis!r}: the factor behind the slash must be a whole number of at least 1")
-    return name, int(factor)
+    listed = axis.partition(":")[2]
+    if slash:
+        if not factor.isdecimal() or int(factor) < 1:
+            raise ValueError(f"axis {axis!r}: the factor behind the slash must be a whole number of at least 1")
+        width = int(factor)
+        if size is None:
+            size = -(-least // width) * width
+        if size % width:
+            raise ValueError(f"axis {axis!r}: {factor} does not divide the size {size} of {name!r}")
+        return tuple(tuple(range(start, start + width)) for start in range(0, size, width))
+    if listed:
+        if not all(place.isdecimal() for place in listed.split(",")):
+            raise ValueError(f"axis {axis!r}: the places behind the colon must be whole numbers")
+        together = tuple(sorted({int(place) for place in listed.split(",")}))
+        if size is None:
+            size = max(least, together[-1] + 1)
+        if together[-1] >= size:
+            raise ValueError(f"axis {axis!r}: place {together[-1]} is not in 0..{size - 1}")
+        alone = ((place,) for place in range(size) if place not in together)
+        return tuple(sorted([together, *alone]))
+    assert size is not None
+    return (tuple(range(size)),)

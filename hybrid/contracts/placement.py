@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from hybrid.contracts.layout import place_on
+
 __all__ = ["Box", "Cut", "Placement", "even_cut", "fused_cut", "placed"]
 
 
@@ -160,13 +162,6 @@ def fused_cut(dim: int, parts: Sequence[tuple[int, int]], *, rank: int, degree: 
     return Cut(dim=dim, global_size=start, pieces=tuple(pieces), copies=copies.pop())
 
 
-def place_on(axis: str, coordinates: Mapping[str, int]) -> int:
-    """Place on an axis, or on the innermost factor of one ("tp/2")."""
-    name, _, factor = axis.partition("/")
-    place = coordinates.get(name, 0)
-    return place % int(factor) if factor else place
-
-
 def placed(
     fqn: str,
     shape: Sequence[int],
@@ -176,6 +171,7 @@ def placed(
     trainable: bool,
     cut: Cut | None = None,
     copy_axes: Sequence[str] = (),
+    chunks: Sequence[int] = (0,),
     tied_fqns: Sequence[str] = (),
 ) -> Placement:
     """The record of a parameter of this global shape that a rank holds whole, or of which it holds what `cut` says."""
@@ -189,6 +185,7 @@ def placed(
         boxes=whole if cut is None else cut.boxes(sizes),
         partial_axes=tuple(partial_axes),
         copy_axes=tuple(copy_axes),
+        chunks=tuple(chunks),
         trainable=trainable,
         tied_fqns=tuple(tied_fqns),
     )

@@ -56,7 +56,7 @@ def initialise(model: nn.Module, targets: Iterable[Target], *, order: Literal["r
         _take_replaced(model, waiting)
     after = {fqn: id(parameter) for fqn, parameter in model.named_parameters(remove_duplicate=False)}
     if after != before:
-        changed = sorted(fqn for fqn, _ in before.items() ^ after.items())
+        changed = sorted({fqn for fqn, _ in before.items() ^ after.items()})
         raise ModelError(
             f"the model's initialisation put other parameters in the place of {changed}; write their values instead "
             "(with torch.no_grad(): self.weight.copy_(...)), or build the model on a real device"
@@ -77,7 +77,11 @@ class _Initialisation:
         self._order = order
         self._names = {id(module): name for name, module in model.named_modules()}
         self._owners = {id(target.tensor): model.get_submodule(target.fqn.rpartition(".")[0]) for target in targets}
-        self._waiting = {id(target.tensor) for target in targets if not target.is_given}
+        waiting = {id(target.tensor) for target in targets if not target.is_given}
+        self._is_waiting = {
+            id(module): any(id(tensor) in waiting for tensor in (*module.parameters(), *module.buffers()))
+            for module in model.modules()
+        }
         self._devices = sorted({target.device.index or 0 for target in targets if target.device.type == "cuda"})
         self._visited: set[int] = set()
         self._has_init_weights = False
@@ -111,7 +115,7 @@ class _Initialisation:
         self._set_random_state(after)
 
     def _initialise(self, module: nn.Module) -> None:
-        if not self._is_waiting(module):
+        if not self._is_waiting[id(module)]:
             return
         for name in _RESETS:
             reset = getattr(module, name, None)
@@ -129,7 +133,7 @@ class _Initialisation:
             return
         once = all(callable(getattr(module, name, None)) for name in _OF_TRANSFORMERS)
         for inner in _children_first(module):
-            if (once and id(inner) in self._done) or not self._is_waiting(inner):
+            if (once and id(inner) in self._done) or not self._is_waiting[id(inner)]:
                 continue
             self._done.add(id(inner))
             # transformers ties after this; whoever uses `apply` has tied before, and the last to write counts.
@@ -139,9 +143,6 @@ class _Initialisation:
     def _prepare(self, module: nn.Module, what: str, *, mute: bool = True) -> None:
         self._writing.muted = _held_elsewhere_first(module, self._owners) if mute else frozenset()
         self._writing.seed_for(f"{self._names[id(module)]}/{what}")
-
-    def _is_waiting(self, module: nn.Module) -> bool:
-        return any(id(tensor) in self._waiting for tensor in (*module.parameters(), *module.buffers()))
 
     def _random_state(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]

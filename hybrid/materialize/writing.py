@@ -64,9 +64,7 @@ class Target:
     value: torch.Tensor | None = field(default=None, init=False)
     is_muted: bool = field(default=False, init=False)
     is_written: bool = field(default=False, init=False)
-    is_changed: bool = field(
-        default=False, init=False
-    )  # by any call on `value`; of types that have no mark for "unset"
+    is_changed: bool = field(default=False, init=False)  # `value`, by any call
     pass_number: int = field(default=0, init=False)  # of the present `value`, among all that there were
     num_calls: int = field(default=0, init=False)
 
@@ -116,6 +114,7 @@ class Writing(TorchFunctionMode):
         self._targets: Mapping[int, Target] = {id(target.tensor): target for target in targets}
         self._order = order
         self._seed = seed
+        self._draws_on_cuda = any(target.device.type == "cuda" for target in self._targets.values())
         self._under_way: list[Target] = []
         # Tensors over the memory of a target's value (`weight.data`, `weight[0]`) -> the target, and the pass.
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], Target, int]] = {}
@@ -159,7 +158,10 @@ class Writing(TorchFunctionMode):
     def seed_for(self, place: str) -> None:
         """With "by_name", random numbers that belong to no parameter yet depend on the module alone."""
         if self._order == "by_name":
-            torch.manual_seed(_seed_of(self._seed, place))
+            seed = _seed_of(self._seed, place)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for each device in waiting
+            if self._draws_on_cuda:
+                torch.cuda.manual_seed_all(seed)
 
     def _seed_for(self, target: Target, moment: Literal["before", "after"]) -> None:
         self.seed_for(f"{target.fqn}/{moment}/{target.num_calls}")

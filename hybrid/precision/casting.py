@@ -103,14 +103,16 @@ def install_casts(model: nn.Module, *, custom_fp32: Sequence[str], norms: bool) 
         module.forward = _in_fp32(module.forward)
 
 
-def autocasting(model: nn.Module, *, dtype: torch.dtype, device_type: str) -> Callable[..., Any]:
-    """A `forward` for the model: its own, under autocast, with fp32 outputs."""
+def autocasting(
+    model: nn.Module, *, dtype: torch.dtype, device_type: str, is_output: Callable[[], bool] | None = None
+) -> Callable[..., Any]:
+    """A `forward` for the model: its own, under autocast, with fp32 outputs (where `is_output` says they are that)."""
     forward = model.forward
 
     def forward_in_low_precision(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype=dtype):
             output = forward(*args, **kwargs)
-        return map_tensors(output, _to_fp32)
+        return output if is_output is not None and not is_output() else map_tensors(output, _to_fp32)
 
     return forward_in_low_precision
 

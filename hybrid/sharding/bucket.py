@@ -16,6 +16,7 @@ At stage 0 there is one shard, and `local` itself becomes `raw`, then `settled`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ import torch
 
 from hybrid import shims
 from hybrid.collectives import ops
+from hybrid.contracts.layout import axis_name
 from hybrid.contracts.partition import BucketPartition, Slice
 from hybrid.precision.casting import LOW_PRECISION
 from hybrid.sharding.absence import AbsentParameter
@@ -36,12 +38,19 @@ class BucketKey:
 
     sync_axes: mesh axes over which gradients are summed.
     copy_axes: mesh axes over which other ranks hold the same parameters: one of them counts them in a norm.
+    chunk: pipeline chunk of this rank that computes with them.
     """
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
     sync_axes: tuple[str, ...]
     copy_axes: tuple[str, ...] = ()
+    chunk: int = 0
+
+    @property
+    def is_over_stages(self) -> bool:
+        """Whether other pipeline stages hold them too: their gradients are summed once per step."""
+        return any(axis_name(axis) == "pp" for axis in self.sync_axes)
 
 
 def own_strides(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -84,6 +93,8 @@ class Bucket:
             cut_parameters: keep the own shard apart from `data`, which is freed at once (stage 3).
         """
         self.index = index
+        # Of a bucket that other stages have under another index, something that is the same there.
+        self.tag = zlib.crc32(partition.entries[0].fqn.encode()) if key.is_over_stages else index
         self.key = key
         self.partition = partition
         self.parameters = tuple(parameters)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hybrid.collectives import ops
+from hybrid.contracts.layout import axis_name
 from hybrid.contracts.partition import PartitionKind
 from hybrid.contracts.placement import Placement
 from hybrid.errors import ModelError
@@ -40,6 +41,7 @@ class ShardingEngine:
         coordinates: this rank's coordinate on each mesh axis.
         group_of: axes -> group of the ranks that differ from this one on these axes alone.
         compute_dtypes: fqn -> lower dtype that a parameter gets; its fp32 master keeps the values as given.
+        world_fqns: trainable parameters of the whole model, where other ranks hold others of them.
         planned_elements: fqn -> size to plan buckets by, of parameters of which ranks hold parts of unequal size.
         device: where the buffers are; None: where the parameters are. Those on the meta device get values by `store`.
         peers: the reducers of all models trained in this process, in the order of their wrapping.
@@ -59,6 +61,7 @@ class ShardingEngine:
         group_of: Callable[[tuple[str, ...]], ops.Group],
         compute_dtypes: Mapping[str, torch.dtype] | None = None,
         planned_elements: Mapping[str, int] | None = None,
+        world_fqns: Sequence[str] | None = None,
         device: torch.device | None = None,
         peers: Callable[[], Sequence[Reducer]] = tuple,
     ) -> None:
@@ -77,6 +80,9 @@ class ShardingEngine:
         self._planned_elements = dict(planned_elements or {})
         self.compute_dtypes = dict(compute_dtypes or {})
         self._units = tuple(units)
+        # Trainable parameters of the whole model, the same list on all ranks; with a pipeline, other stages' too.
+        self.world_fqns: tuple[str, ...] = tuple(self._trainable if world_fqns is None else world_fqns)
+        self.any_gradient_anywhere = False
         self.settlements = 0
         self.unsharder: Unsharder | None = None
         self._build(settings.partition)
@@ -93,7 +99,10 @@ class ShardingEngine:
         reduce_groups = []
         for bucket in self.buckets:
             cut, kept = split_axes(bucket.key.sync_axes, zero_stage=self.settings.zero_stage)
-            reduce_groups.append((self._group_of(cut or kept), self._group_of(kept if cut else ())))
+            # What other pipeline stages hold too is summed over them once per step: they work at different times.
+            late = tuple(axis for axis in kept if axis_name(axis) == "pp")
+            soon = tuple(axis for axis in kept if axis not in late)
+            reduce_groups.append((self._group_of(cut or soon), self._group_of((*(soon if cut else ()), *late))))
         self._shard_groups = tuple(
             self._group_of(split_axes(bucket.key.sync_axes, zero_stage=self.settings.zero_stage)[0])
             for bucket in self.all_buckets()
@@ -189,23 +198,23 @@ class ShardingEngine:
                         parameter.grad = None
 
     def has_gradient_flags(self) -> list[bool]:
-        """Per trainable parameter, in bucket order, whether a real gradient came on this rank since zero_grad."""
-        return [flag for bucket in self.buckets for flag in bucket.has_gradient]
+        """For each of `world_fqns`, whether a real gradient came on this rank since zero_grad."""
+        here = {fqn for b in self.buckets for fqn, flag in zip(b.fqns, b.has_gradient, strict=True) if flag}
+        return [fqn in here for fqn in self.world_fqns]
 
-    def set_gradient_flags(self, anywhere: Sequence[bool]) -> None:
+    def set_gradient_flags(self, flags: Sequence[bool]) -> None:
         """Store, in the same order, whether one came on any rank; `p.grad` is then alike on all ranks."""
-        position = 0
+        anywhere = {fqn for fqn, flag in zip(self.world_fqns, flags, strict=True) if flag}
+        self.any_gradient_anywhere = bool(anywhere)
         for bucket in self.buckets:
-            count = len(bucket.parameters)
-            bucket.has_gradient_anywhere = list(anywhere[position : position + count])
+            bucket.has_gradient_anywhere = [fqn in anywhere for fqn in bucket.fqns]
             for fqn, parameter, anywhere_here in zip(
                 bucket.fqns, bucket.parameters, bucket.has_gradient_anywhere, strict=True
             ):
                 parameter.grad = self.reducer.handles[fqn] if anywhere_here else None
             bucket.shown = list(bucket.has_gradient_anywhere)
             bucket.has_gradient = list(bucket.has_gradient_anywhere)
-            position += count
-        if not any(anywhere):
+        if not anywhere:
             for bucket in self.buckets:
                 bucket.drop_all()
         else:

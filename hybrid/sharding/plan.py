@@ -73,6 +73,9 @@ def make_buckets(
     }
     kinds_of_unit = (True, False) if settings.zero_stage == 3 else (None,)
     for key in dict.fromkeys(keys.values()):
+        if key.is_over_stages:  # each by itself: the stages that share one may share no other
+            planned += [(key, (fqn,)) for fqn in parameters if keys[fqn] == key]
+            continue
         for around in kinds_of_unit:
             sizes = []
             for unit in reversed(units):
@@ -117,7 +120,11 @@ def _key(dtype: torch.dtype, placement: Placement, settings: EngineSettings) -> 
     if dtype in LOW_PRECISION and settings.grad_dtype != "param":
         grad_dtype = getattr(torch, settings.grad_dtype)
     return BucketKey(
-        dtype=dtype, grad_dtype=grad_dtype, sync_axes=placement.partial_axes, copy_axes=placement.copy_axes
+        dtype=dtype,
+        grad_dtype=grad_dtype,
+        sync_axes=placement.partial_axes,
+        copy_axes=placement.copy_axes,
+        chunk=placement.chunks[0],
     )
 
 

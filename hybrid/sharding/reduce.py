@@ -85,8 +85,11 @@ class Reducer:
         self.dropped_by_hand = False  # somebody set `p.grad = None` since train_batch last looked
         self.saw_plain_backward = False  # since gradients were last empty: one that train_batch did not make
         self.rounds_since_settlement = 0
+        self.chunk: int | None = None
+        """Pipeline chunk whose backward runs: a round reduces its buckets only. None: all of them."""
         self._open = False
-        self._next = 0
+        self._round: list[int] = []  # indices of the buckets of this round, in order
+        self._next = 0  # place in it
         self._missing = [0] * len(self.buckets)
         self._arrived: list[list[bool]] = [[] for _ in self.buckets]
         self._in_flight: deque[tuple[Bucket, torch.Tensor, ops.Handle]] = deque()
@@ -191,6 +194,7 @@ class Reducer:
         self.adopt_all()  # a gradient that was dropped by hand is gone before new ones are reduced into its place
         self._open = True
         self._alone = self.defer_end or len(self._peers()) <= 1
+        self._round = [b.index for b in self.buckets if self.chunk is None or b.key.chunk == self.chunk]
         self._next = 0
         self._arrived = [list(idle) for idle in self._idle]
         self._missing = [idle.count(False) for idle in self._idle]
@@ -204,14 +208,14 @@ class Reducer:
         self._idle = [[not has_gradient for has_gradient in bucket] for bucket in anywhere]
 
     def _launch_ready(self) -> None:
-        while self._next < len(self.buckets) and self._missing[self._next] == 0:
+        while self._next < len(self._round) and self._missing[self._round[self._next]] == 0:
             self._launch_next()
 
     def _launch_next(self) -> None:
         while self._in_flight and len(self._in_flight) >= self._max_in_flight:
             self._complete_first()
-        bucket = self.buckets[self._next]
-        group, _ = self._groups[self._next]
+        bucket = self.buckets[self._round[self._next]]
+        group, _ = self._groups[bucket.index]
         buffer = self._to_send(bucket, bucket.take_local())
         if bucket.partition.num_shards == 1:
             handle = ops.all_reduce(buffer, group=group, tag=bucket.index)
@@ -266,13 +270,13 @@ class Reducer:
         """
         if not self._open:
             return
-        while self._next < len(self.buckets):
+        while self._next < len(self._round):
             self._launch_next()
         while self._in_flight:
             self._complete_first()
         self._open = False
         self.rounds_since_settlement += 1
-        for bucket in self.buckets:
+        for bucket in (self.buckets[index] for index in self._round):
             for position, parameter in enumerate(bucket.parameters):
                 if parameter.grad is None:
                     parameter.grad = self.handles[bucket.fqns[position]]
@@ -307,11 +311,13 @@ class Reducer:
             self.full_round()
         self.rounds_since_settlement = 0
         under_way = []
-        for bucket, (_, replicas) in zip(self.buckets, self._groups, strict=True):
+        # Those that other pipeline stages hold too in an order of their own, in which all of these stages come to them.
+        pairs = zip(self.buckets, self._groups, strict=True)
+        for bucket, (_, replicas) in sorted(pairs, key=lambda pair: pair[0].tag if pair[0].key.is_over_stages else -1):
             if replicas.size > 1 and bucket.raw is not None:
                 low = self._reduce_dtype is not None and bucket.raw.dtype != self._reduce_dtype
                 sent = bucket.raw.to(self._reduce_dtype) if low else bucket.raw
-                under_way.append((bucket, sent, ops.all_reduce(sent, group=replicas, tag=bucket.index)))
+                under_way.append((bucket, sent, ops.all_reduce(sent, group=replicas, tag=bucket.tag)))
         for bucket, sent, handle in under_way:
             handle.wait()
             if bucket.raw is not None and sent is not bucket.raw:

@@ -23,12 +23,7 @@ def _above_one(value: Any) -> bool:
     return value not in {None, 1}
 
 
-_LINES = (
-    ("pp", _above_one, "pipeline parallel", "use degree 1"),
-    ("cp", _above_one, "context parallel", "use degree 1"),
-    ("schedule", bool, "the choice of a pipeline schedule", "leave it out"),
-    ("virtual_stages", _above_one, "virtual pipeline stages", "leave it out"),
-)
+_LINES = (("cp", _above_one, "context parallel", "use degree 1"),)
 
 _MISSING = tuple(
     _Missing(setting=setting, wanted=wanted, feature=feature, instead=instead)

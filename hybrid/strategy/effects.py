@@ -32,6 +32,13 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
                 f"{choice.where} does nothing with a tensor-parallel degree of 1: nothing is cut; choose a degree of 2 "
                 "or more, or leave it out"
             )
+    for name in ("schedule", "virtual_stages", "split"):
+        choice = choices[name]
+        if choice.given and choices["pp"].value == 1 and not (name == "virtual_stages" and choice.value == 1):
+            problems.append(
+                f"{choice.said} does nothing with a pipeline degree of 1: there is one stage; choose a degree of 2 or "
+                "more, or leave it out"
+            )
     gather = choices["overlap_param_gather"]
     if gather.given and gather.value and stage.value == 3:
         problems.append(

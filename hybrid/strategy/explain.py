@@ -8,10 +8,12 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from hybrid.contracts.layout import AXES, Layout
-from hybrid.errors import StrategyError
+from hybrid.errors import ModelError, StrategyError
 from hybrid.strategy.choice import Choice
 from hybrid.strategy.effects import LOSS_SCALING
 from hybrid.strategy.gather import FLAGS
+from hybrid.strategy.live_model import Model
+from hybrid.strategy.model_table import ModelTable, model_table
 from hybrid.strategy.resolve import WorkedOut, work_out
 from hybrid.units import format_bytes, format_seconds
 
@@ -52,7 +54,7 @@ _DETAILS = {
     ),
     "recompute": ("recompute_units", "recompute_policy", "recompute_preserve_rng"),
     "tensor_parallel": ("sequence_parallel", "tensor_plan", "tensor_verify"),
-    "pipeline": ("schedule", "virtual_stages"),
+    "pipeline": ("schedule", "virtual_stages", "split"),
 }
 _NAMES = {"shard_size": "dp_shard (shard_size)", "order": "order (outer to inner)"}
 _MOST_GROUPS = 8
@@ -70,12 +72,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """All rows, the rank groups of each axis, and what else there is to say."""
+    """All rows, the rank groups of each axis, what else there is to say, and what becomes of a model."""
 
     world_size: int | None
     rows: tuple[Row, ...]
     groups: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    model: ModelTable | None = None
 
     def to_text(self) -> str:
         head = "strategy" + (f" on {self.world_size} processes" if self.world_size is not None else "")
@@ -97,10 +100,13 @@ class Explanation:
         if self.notes:
             lines.append("\nnotes")
             lines.extend(f"  - {note}" for note in self.notes)
+        if self.model is not None:
+            lines.append(f"\n{self.model.to_text()}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        model = {} if self.model is None else {"model": self.model.to_dict()}
+        return model | {
             "world_size": self.world_size,
             "settings": [asdict(row) for row in self.rows],
             "groups": dict(self.groups),
@@ -108,16 +114,33 @@ class Explanation:
         }
 
 
-def explanation(strategy: DistributedStrategy, world_size: int | None = None) -> Explanation:
-    """Raises `StrategyError` with all problems; a table of values that cannot run would mislead."""
+def explanation(
+    strategy: DistributedStrategy, world_size: int | None = None, *, model: Model | None = None, note: str = ""
+) -> Explanation:
+    """The table of a strategy, and of a model under it; `note` is shown with the model.
+
+    Raises:
+        StrategyError: all problems, those of the model among them; a table of values that cannot run would mislead.
+        ModelError: nothing is wrong with the strategy, but this model cannot be trained under it.
+    """
     result = work_out(strategy, world_size)
-    if result.problems:
-        raise StrategyError(result.problems)
+    problems = list(result.problems)
+    table = None
+    if model is not None:
+        try:
+            table = model_table(model, result, note=note)
+        except (StrategyError, ModelError) as error:
+            if not problems:
+                raise
+            problems += error.problems if isinstance(error, StrategyError) else [str(error)]
+    if problems:
+        raise StrategyError(problems)
     return Explanation(
         world_size=result.world_size,
         rows=tuple(rows(result)),
         groups=tuple(_groups(result.layout)) if result.layout is not None else (),
         notes=result.remarks,
+        model=table,
     )
 
 
@@ -175,6 +198,7 @@ _OPEN = {
     "clip_value": "off",
     "seed": "not set",
     "tensor_plan": "the model's own, or that of its family",
+    "split": "auto",
 }
 
 

@@ -53,6 +53,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "tensor_verify": ("tensor_parallel_configs.verify",),
     "schedule": ("pipeline_configs.schedule",),
     "virtual_stages": ("pipeline_configs.virtual_stages",),
+    "split": ("pipeline_configs.split",),
     "amp": ("amp",),
     "amp_dtype": ("amp_configs.dtype",),
     "amp_level": ("amp_configs.level",),

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid.contracts.layout import Axis, Layout
+from hybrid.contracts.schedule import make_schedule
 from hybrid.errors import StrategyError
 from hybrid.strategy.availability import not_available
 from hybrid.strategy.axis_order import read_order
@@ -29,6 +30,7 @@ from hybrid.strategy.gather import Gathered, gather
 from hybrid.strategy.resolved import (
     AmpSettings,
     GradientClipping,
+    PipelineSettings,
     RecomputeSettings,
     ResolvedStrategy,
     TensorParallelSettings,
@@ -99,6 +101,7 @@ def work_out(strategy: DistributedStrategy, world_size: int | None) -> WorkedOut
         choices["accumulate_steps"] = replace(choices["accumulate_steps"], value=1)
 
     found.problems.extend(check_effects(choices))
+    found.problems.extend(_schedule_problems(choices, layout))
     found.problems.extend(check_clipping(strategy))
     found.problems.extend(not_available(choices))
     return WorkedOut(
@@ -143,6 +146,7 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         amp=amp_settings(value),
         recompute=recompute_settings(value),
         tensor_parallel=tensor_settings(value, degree=layout.degree("tp")),
+        pipeline=pipeline_settings(value, degree=layout.degree("pp")),
         seed=value["seed"],
         timeout_seconds=value["timeout_seconds"],
         notes=result.notes,
@@ -214,6 +218,35 @@ def tensor_settings(value: Mapping[str, Any], *, degree: int) -> TensorParallelS
         plan=value["tensor_plan"],
         verify=value["tensor_verify"],
     )
+
+
+def pipeline_settings(value: Mapping[str, Any], *, degree: int) -> PipelineSettings | None:
+    """The pipeline out of the values of all settings; None at degree 1."""
+    if degree == 1:
+        return None
+    return PipelineSettings(
+        degree=degree,
+        schedule=value["schedule"],
+        virtual_stages=value["virtual_stages"],
+        split=value["split"],
+    )
+
+
+def _schedule_problems(choices: Mapping[str, Choice], layout: Layout | None) -> list[str]:
+    """What speaks against the schedule with these sizes, before anything starts."""
+    steps = choices["accumulate_steps"].value
+    if layout is None or layout.degree("pp") == 1 or steps is None:
+        return []
+    try:
+        make_schedule(
+            choices["schedule"].value,
+            num_stages=layout.degree("pp"),
+            num_micro_batches=steps,
+            virtual_stages=choices["virtual_stages"].value,
+        )
+    except StrategyError as error:
+        return [f"pipeline_configs: {text}" for text in error.problems]
+    return []
 
 
 def _remarks(found: Gathered, choices: Mapping[str, Choice], layout: Layout | None) -> list[str]:

@@ -9,7 +9,14 @@ from typing import Any, Literal
 from hybrid.contracts.layout import Layout
 from hybrid.units import format_bytes, format_seconds
 
-__all__ = ["AmpSettings", "GradientClipping", "RecomputeSettings", "ResolvedStrategy", "TensorParallelSettings"]
+__all__ = [
+    "AmpSettings",
+    "GradientClipping",
+    "PipelineSettings",
+    "RecomputeSettings",
+    "ResolvedStrategy",
+    "TensorParallelSettings",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +87,26 @@ class TensorParallelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """How layers are spread over the stages of a pipeline."""
+
+    degree: int
+    schedule: Literal["gpipe", "1f1b", "interleaved"]
+    virtual_stages: int
+    split: str | tuple[int, ...] | None
+
+    @property
+    def num_chunks(self) -> int:
+        return self.degree * self.virtual_stages
+
+    def __str__(self) -> str:
+        chunks = f" of {self.virtual_stages} chunks" if self.virtual_stages > 1 else ""
+        split = "auto" if self.split is None else self.split
+        shown = split if isinstance(split, str) else ", ".join(map(str, split))
+        return f"{self.degree} stages{chunks}, schedule {self.schedule}, layers {shown}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedStrategy:
     """All settings as the runtime uses them. Made by `DistributedStrategy.resolve`."""
 
@@ -110,6 +137,8 @@ class ResolvedStrategy:
     recompute: RecomputeSettings | None
     tensor_parallel: TensorParallelSettings | None
     """None at degree 1."""
+    pipeline: PipelineSettings | None
+    """None at degree 1."""
     seed: int | None
     timeout_seconds: float
     notes: tuple[str, ...] = ()
@@ -128,6 +157,7 @@ class ResolvedStrategy:
             f"sharding    ZeRO stage {self.zero_stage} ({cut}); {replicas} × {self.shard_size} ranks "
             f"(replicas × shard_size)",
             *([f"tensor      layers cut {self.tensor_parallel}"] if self.tensor_parallel is not None else []),
+            *([f"pipeline    {self.pipeline}"] if self.pipeline is not None else []),
             f"traffic     buckets of {format_bytes(self.bucket_bytes)}; overlap {_switch(self.overlap_comm)}; "
             f"{_gather(self)}; "
             f"gradients reduced {_reduction(self.grad_reduce)}",

@@ -27,6 +27,7 @@ from hybrid.strategy.values import (
     ParallelPlan,
     PositiveOrInfinite,
     ReduceDtype,
+    StageSplit,
     WholeFromZero,
     one_of,
     whole,
@@ -125,6 +126,8 @@ class PipelineConfigs(Section):
     """Order of forwards and backwards on each stage."""
     virtual_stages: Count = 1
     """Chunks of layers on each stage."""
+    split: StageSplit | None = None
+    """Which layers each chunk holds: `auto` (balanced), `uniform`, `layer:ClassName`, or the number of each."""
 
 
 class AmpConfigs(Section):

@@ -7,13 +7,14 @@ import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from hybrid.errors import StrategyError
 from hybrid.strategy import text_form
 from hybrid.strategy.explain import explanation
+from hybrid.strategy.live_model import Model, is_module
 from hybrid.strategy.resolve import resolve, work_out
 from hybrid.strategy.resolved import ResolvedStrategy
 from hybrid.strategy.schema import schema_of
@@ -109,9 +110,26 @@ class DistributedStrategy(Settings):
         """What `resolve` would refuse; without a world size, what is wrong with any of them."""
         return work_out(self, world_size).problems
 
-    def explain(self, world_size: int | None = None) -> str:
-        """A table of every value and where it came from: the user, a default, or derived from what."""
-        return explanation(self, world_size).to_text()
+    def explain(self, model: Model | int | None = None, world_size: int | None = None) -> str:
+        """A table of every value and where it came from: the user, a default, or derived from what.
+
+        With a model also what becomes of each of its parameters: shape, shape on each rank, rule and source, and why
+        what is whole stays whole. Nothing is started; the model may be on the meta device.
+
+            print(strategy.explain(8))
+            print(strategy.explain(model, world_size=8))
+
+        Raises:
+            StrategyError: settings that cannot work, or do not fit the model; all of them.
+            ModelError: the model cannot be trained this way; without rules for it, with a plan to paste.
+        """
+        if is_module(model):
+            return explanation(self, world_size, model=model).to_text()
+        if model is not None and world_size is not None:
+            raise StrategyError(
+                f"explain: expected a torch.nn.Module and a world size, got {model!r} and {world_size!r}"
+            )
+        return explanation(self, cast("int | None", model if world_size is None else world_size)).to_text()
 
     # ------------------------------------------------------------ text form
 

@@ -35,6 +35,7 @@ __all__ = [
     "Positive",
     "PositiveOrInfinite",
     "ReduceDtype",
+    "StageSplit",
     "WholeFromZero",
     "closest",
     "one_of",
@@ -198,6 +199,20 @@ def _read_plan(value: object) -> dict[str, Any]:
     return read
 
 
+def _read_split(value: object) -> str | tuple[int, ...]:
+    """How layers are shared out: a word, the class whose layers are counted, or the number of layers of each chunk."""
+    if isinstance(value, str):
+        if value.lower().startswith("layer:") and value[6:].strip():
+            return f"layer:{value[6:].strip()}"
+        try:
+            return one_of("auto", "uniform")(value)
+        except ValueError as error:
+            raise ValueError(f"{error}; or 'layer:ClassName', or the number of layers of each chunk") from None
+    if not isinstance(value, Sequence) or not value:
+        raise ValueError(f"expected 'auto', 'uniform', 'layer:ClassName' or a list of counts, got {_kind(value)}")
+    return tuple(whole(1)(count) for count in value)
+
+
 def _read_order(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [word.strip() for word in value.split(",")]
@@ -301,6 +316,18 @@ GradReduce = Annotated[
 ]
 _NAMES_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 Names = Annotated[tuple[str, ...], BeforeValidator(_read_names), WithJsonSchema(_NAMES_SCHEMA)]
+StageSplit = Annotated[
+    str | tuple[int, ...],
+    BeforeValidator(_read_split),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "examples": ["auto", "uniform", "layer:Block"]},
+                {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
 ParallelPlan = Annotated[
     dict[str, Any],
     BeforeValidator(_read_plan),

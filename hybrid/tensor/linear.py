@@ -210,15 +210,15 @@ class RowParallel(CutModule):
             tensor = scatter_to(tensor, group=group, dim=-1)
         is_transposed = self.tensor_parallel.cuts["weight"].dim == 0
         partial_sum = plain_linear(tensor, self.weight, None, is_transposed=is_transposed)
+        # Added once, after the sum; in the product's dtype, as autocast casts the bias of a plain layer.
+        bias = None if self.bias is None else self.bias.to(partial_sum.dtype)
         if self.sequence_dim is None:
-            output = reduce_from(partial_sum, group=group)
-        else:
-            check_sequence(partial_sum, self.sequence_dim, group)
-            output = reduce_scatter_from(partial_sum, group=group, dim=self.sequence_dim)
-            if self.training:
-                region.enter(tensor.device)  # what follows is cut along the sequence
-        # Once, after the sum; in the product's dtype, as autocast casts the bias of a plain layer.
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+            return reduce_from(partial_sum, group=group, bias=bias)
+        check_sequence(partial_sum, self.sequence_dim, group)
+        output = reduce_scatter_from(partial_sum, group=group, dim=self.sequence_dim, bias=bias)
+        if self.training:
+            region.enter(tensor.device)  # what follows is cut along the sequence
+        return output
 
 
 class RowParallelLinear(RowParallel, nn.Linear):

@@ -180,8 +180,12 @@ class _TokenLosses(torch.autograd.Function):
         largest = all_reduce_max(_largest(logits, dtype), group=options.group)
         sum_exp = torch.empty_like(largest)
         sum_logits = torch.empty_like(largest)
+        buffer: torch.Tensor | None = None
         for rows in _blocks(logits):
-            block = logits[rows].to(dtype) - largest[rows, None]
+            # The first block is the largest; its memory serves the others, so that it stays mapped and in the cache.
+            part = logits[rows]
+            buffer = torch.empty_like(part, dtype=dtype) if buffer is None else buffer
+            block = torch.sub(part, largest[rows, None], out=buffer[: part.shape[0]])
             if options.smoothing:
                 sum_logits[rows] = block.sum(-1)
             sum_exp[rows] = block.exp_().sum(-1)

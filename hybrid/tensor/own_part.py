@@ -54,8 +54,8 @@ def candidates(
         samples: in the batch.
     """
     if isinstance(tensor, VocabParallelLogits):
-        held = tensor.vocabulary
-        return [Part(cut=Cut(dim=held.dim, global_size=held.size, pieces=((held.start, held.local_size),)))]
+        ids = tensor.vocabulary
+        return [Part(cut=Cut(dim=ids.dim, global_size=ids.size, pieces=((ids.start, ids.local_size),)))]
     if whole.dim() != local.dim():
         return []
     differing = [dim for dim, (a, b) in enumerate(zip(whole.shape, local.shape, strict=True)) if a != b]

@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """All calls in the order in which they ended, what the model returned, and gradients of parameters by first name."""
+    """All calls in the order in which they ended, what the model returned, gradients by first names of parameters."""
 
     calls: list[Call] = field(default_factory=list)
     returned: list[torch.Tensor] = field(default_factory=list)

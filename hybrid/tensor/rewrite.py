@@ -93,7 +93,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts) -> None:
     region = CutRegion(group)
     modules = dict(model.named_modules(remove_duplicate=False))
     dims = _sequence_dims(modules, plan)
-    entries: dict[tuple[str, bool], Entry] = {}
+    entries: dict[tuple[str, bool, int], Entry] = {}
     for fqn, rule in plan.rules.items():
         module = modules[fqn]
         # A plan without sequence parallel, and what lies outside the blocks, works on whole sequences.
@@ -174,17 +174,36 @@ def _set_by_adoption(rule: ModuleRule | None, name: str) -> bool:
 
 
 def _entry(
-    fqn: str, plan: TensorPlan, *, group: Group, dim: int | None, entries: dict[tuple[str, bool], Entry]
+    fqn: str, plan: TensorPlan, *, group: Group, dim: int | None, entries: dict[tuple[str, bool, int], Entry]
 ) -> Entry:
-    """Column layers of one parent share what they read. Where the parent gathers, nothing is left to do here."""
+    """Column layers of one parent that one row layer closes share what they read.
+
+    Where the parent gathers, nothing is left to do here.
+    """
     parent = parent_of(fqn)
-    if fqn in plan.gather_at:
-        return entries.setdefault((fqn, True), Entry(group, sequence_dim=dim))
-    reads_memory = parent in plan.cross_attention and fqn.rpartition(".")[2] not in _QUERIES
-    if parent in plan.gather_at and not reads_memory:
-        return entries.setdefault((parent, False), Entry(group, passes=True))
-    # One for all of a cross attention: it tells inputs apart by themselves.
-    return entries.setdefault((parent, True), Entry(group))
+    if parent in plan.cross_attention:
+        if fqn in plan.gather_at:
+            return entries.setdefault((fqn, True, 0), Entry(group, sequence_dim=dim))
+        if parent in plan.gather_at and fqn.rpartition(".")[2] in _QUERIES:
+            return entries.setdefault((parent, False, 0), Entry(group, passes=True))
+        # One for all: it tells inputs apart by themselves.
+        return entries.setdefault((parent, True, 0), Entry(group))
+    if parent in plan.gather_at:
+        return entries.setdefault((parent, False, 0), Entry(group, passes=True))
+    sequence_dim = dim if fqn in plan.gather_at else None
+    return entries.setdefault((parent, True, _pair(fqn, plan)), Entry(group, sequence_dim=sequence_dim))
+
+
+def _pair(fqn: str, plan: TensorPlan) -> int:
+    """Which of the parent's pairs a column layer belongs to, where attention and feed-forward lie side by side.
+
+    The row layers close the pairs in their order. A wrong guess would cost a collective, and no more.
+    """
+    parent = parent_of(fqn)
+    siblings = [other for other in plan.rules if parent_of(other) == parent]
+    rows = [other for other in siblings if plan.rules[other].style == "rowwise"]
+    before = sum(siblings.index(row) < siblings.index(fqn) for row in rows)
+    return max(min(before, len(rows) - 1), 0)
 
 
 def _sequence_dims(modules: Mapping[str, nn.Module], plan: TensorPlan) -> dict[str, int]:

@@ -8,6 +8,7 @@ zero, norms of one) get some noise in both, since a bias that is added twice wou
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import zlib
 from collections.abc import Iterator, Mapping
@@ -62,8 +63,8 @@ class SelfCheck:
             return copy.deepcopy(model)
         except Exception as error:
             raise ModelError(
-                f"tensor_parallel_configs.verify compares with a copy of the plain model, and this {type(model).__name__} "
-                f"cannot be copied ({type(error).__name__}: {error}); leave verify out"
+                "tensor_parallel_configs.verify compares with a copy of the plain model, and this "
+                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); leave verify out"
             ) from error
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Comparison:
@@ -93,7 +94,7 @@ class SelfCheck:
         failure: Exception | None = None
         for index, (dtype, samples, small) in enumerate(attempts):
             self.plain.to(dtype)
-            args, kwargs = map_tensors(small, lambda tensor, dtype=dtype: _own(tensor, dtype))
+            args, kwargs = map_tensors(small, functools.partial(_own, dtype=dtype))
             cut_model = copy.deepcopy(self.plain)
             try:
                 plain = _recorded(self.plain, args, kwargs)
@@ -205,12 +206,17 @@ def _apart() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     kind = "cuda" if devices else "cpu"
     state = random.getstate()
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
-        with torch.autocast(kind, enabled=False), torch.autocast("cpu", enabled=False):
-            try:
-                yield
-            finally:
-                random.setstate(state)
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(kind, enabled=False),
+        torch.autocast("cpu", enabled=False),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(state)
 
 
 def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
@@ -230,7 +236,7 @@ def _disturb_constants(model: nn.Module) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(fqn.encode()))
             noise = torch.randn(parameter.shape, generator=generator) * _NOISE
             with torch.no_grad():
-                parameter += noise.to(parameter)
+                parameter.add_(noise.to(parameter))
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -59,9 +59,10 @@ def explain_shape_error(model: nn.Module, plan: TensorPlan, error: BaseException
         return None
     called = "" if inner == fqn or not inner else f", calling {inner}"
     place, line = _place(frames)
+    advice = _advice(text, model.get_submodule(fqn), line, columns)
     return ModelError(
         f"{fqn or 'the model'} ({type(model.get_submodule(fqn)).__name__}){called}: {type(error).__name__}: "
-        f"{text.splitlines()[0]}{place}\n  {_cause(fqn, columns, plan)}: {_advice(text, model.get_submodule(fqn), line, columns)}. "
+        f"{text.splitlines()[0]}{place}\n  {_cause(fqn, columns, plan)}: {advice}. "
         "(If the plain model does not take this batch either, it is the batch.)"
     )
 
@@ -118,8 +119,8 @@ def _advice(text: str, module: nn.Module, line: str, columns: list[str]) -> str:
         divide = f", or let each rank have its own number by the plan: {entry}"
     if any(words in text for words in _NORMS):
         return (
-            "a norm over cut features would need the whole of them; give the layer before it 'gather_output': True (and "
-            "the one after it 'rowwise_split_input'), or leave both out of the plan"
+            "a norm over cut features would need the whole of them; give the layer before it 'gather_output': True "
+            "(and the one after it 'rowwise_split_input'), or leave both out of the plan"
         )
     if any(words in text for words in _SPLITS):
         return f"write x.chunk(3, dim=-1) (the number of parts) instead of a split by a fixed width{divide}"

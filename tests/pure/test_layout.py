@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid.contracts.layout import AXES, Axis, Layout
+from hybrid.contracts.layout import AXES, Axis, Layout, place_on
 
 
 @st.composite
@@ -112,4 +112,18 @@ def test_a_factor_of_an_axis_groups_neighbours() -> None:
     assert layout.degree("tp/2") == 2
     for wrong in ("tp/3", "tp/0", "tp/x"):
         with pytest.raises(ValueError, match="axis 'tp/"):
+            layout.degree(wrong)
+
+
+def test_some_places_of_an_axis_form_a_group_and_the_others_stand_alone() -> None:
+    """Protects tied weights: their gradients are summed over the stages that hold them, wherever these are."""
+    layout = Layout.of(pp=4, dp_shard=2)
+    assert layout.groups(("pp:0,3",)) == ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
+    assert layout.group_ranks(7, ("pp:3,0", "dp_shard")) == (0, 1, 6, 7)
+    assert layout.group_ranks(3, ("pp:0,3", "dp_shard")) == (2, 3)
+    assert layout.degree("pp:0,3") == 2
+    assert [place_on("pp:0,3", {"pp": place}) for place in range(4)] == [0, 0, 0, 1]
+    assert [place_on("tp/2", {"tp": place}) for place in range(4)] == [0, 1, 0, 1]
+    for wrong in ("pp:0,4", "pp:x"):
+        with pytest.raises(ValueError, match="axis 'pp:"):
             layout.degree(wrong)

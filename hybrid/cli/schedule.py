@@ -1,0 +1,232 @@
+"""`hybrid schedule`: a pipeline's timetable, its bubble and what it keeps in memory, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hybrid.cli.schedule_drawing import draw, legend
+from hybrid.contracts.schedule import SCHEDULE_NAMES, Schedule, make_schedule
+from hybrid.contracts.schedule_check import check_schedule
+from hybrid.contracts.schedule_text import from_csv, from_text, to_csv, to_text
+from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
+from hybrid.errors import StrategyError
+from hybrid.units import format_seconds
+
+__all__ = ["schedule"]
+
+DEFAULT_SCHEDULE = "1f1b"
+
+
+def schedule(
+    stages: Annotated[int | None, typer.Option("--stages", help="Pipeline ranks.", show_default=False)] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option("--micro-batches", help="Micro-batches per step.", show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule", metavar="|".join(SCHEDULE_NAMES), help=f"Which order.  [default: {DEFAULT_SCHEDULE}]"
+        ),
+    ] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option("--virtual-stages", help="Chunks of the model on each rank.  [default: 1]")
+    ] = None,
+    forward: Annotated[
+        str,
+        typer.Option(
+            "--forward",
+            metavar="SECONDS",
+            help="Forward of one micro-batch on a stage, shared evenly by its chunks; or a list, one value per chunk.",
+        ),
+    ] = "1",
+    backward: Annotated[str, typer.Option("--backward", metavar="SECONDS", help="Backward, in the same way.")] = "2",
+    transfer: Annotated[
+        float, typer.Option("--transfer", metavar="SECONDS", help="From the end of an action to its result's arrival.")
+    ] = 0.0,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="Your own schedule, .csv or text, instead of a made one."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    csv_output: Annotated[
+        bool, typer.Option("--csv", help="Print the schedule as CSV, to edit and give back.")
+    ] = False,
+    text_output: Annotated[bool, typer.Option("--text", help="Print the schedule as text, one line per rank.")] = False,
+) -> None:
+    """Draw which rank of a pipeline does what, and when.
+
+    Rows are ranks, columns are time. Below: how long each rank idles (the bubble) and how many micro-batches it keeps
+    the activations of, beside the closed forms from the literature, which hold for stages of equal cost and transfers
+    that take no time. A schedule of your own is checked first: complete, in a possible order, free of deadlock; all
+    problems are listed (exit code 2).
+
+    \b
+    Examples:
+      hybrid schedule --stages 4 --micro-batches 8
+      hybrid schedule --stages 4 --micro-batches 8 --schedule gpipe
+      hybrid schedule --stages 4 --micro-batches 8 --schedule interleaved --virtual-stages 2
+      hybrid schedule --stages 4 --micro-batches 8 --forward 1,1,1,1.5 --backward 2,2,2,3 --transfer 0.1
+      hybrid schedule --stages 2 --micro-batches 4 --csv > mine.csv
+      hybrid schedule --file mine.csv
+
+    \b
+    Actions: F forward, B backward (or, split: I gradients of inputs, W gradients of weights).
+    F2.0 is the forward of chunk 2 for micro-batch 0; chunk c lives on rank c modulo the number of stages.
+    """
+    outputs = [flag for flag, on in (("--json", json_output), ("--csv", csv_output), ("--text", text_output)) if on]
+    if len(outputs) > 1:
+        raise typer.BadParameter(f"{' and '.join(outputs)} are given; give one of them", param_hint=outputs[1])
+    try:
+        chosen = _chosen(file, name, stages, micro_batches, virtual_stages)
+        check_schedule(chosen)
+        timeline = time_schedule(
+            chosen,
+            forward_seconds=_seconds("--forward", forward, chosen),
+            backward_seconds=_seconds("--backward", backward, chosen),
+            transfer_seconds=transfer,
+        )
+    except StrategyError as error:
+        _print_problems(error.problems, json_output=json_output)
+        raise typer.Exit(2) from None
+    if json_output:
+        typer.echo(json.dumps(_facts(timeline), indent=2))
+    elif csv_output:
+        typer.echo(to_csv(chosen), nl=False)
+    elif text_output:
+        typer.echo(to_text(chosen), nl=False)
+    else:
+        _print_drawing(timeline)
+
+
+def _chosen(
+    file: Path | None, name: str | None, stages: int | None, micro_batches: int | None, virtual_stages: int | None
+) -> Schedule:
+    if file is None:
+        missing = [
+            f"{option} is needed, such as {option} {example}"
+            for option, value, example in (("--stages", stages, 4), ("--micro-batches", micro_batches, 8))
+            if value is None
+        ]
+        if stages is None or micro_batches is None:
+            raise StrategyError([f"{line}; or give --file" for line in missing])
+        return make_schedule(
+            DEFAULT_SCHEDULE if name is None else name,
+            num_stages=stages,
+            num_micro_batches=micro_batches,
+            virtual_stages=1 if virtual_stages is None else virtual_stages,
+        )
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StrategyError(f"--file {file}: cannot read it: {error}") from error
+    read = from_csv if file.suffix.lower() == ".csv" else from_text
+    found = read(text, source=str(file))
+    pairs = (
+        ("--schedule", name, found.name),
+        ("--stages", stages, found.num_stages),
+        ("--micro-batches", micro_batches, found.num_micro_batches),
+        ("--virtual-stages", virtual_stages, found.virtual_stages),
+    )
+    problems = [
+        f"{option} is {given} but {file} says {in_file}; leave one of them out"
+        for option, given, in_file in pairs
+        if given is not None and given != in_file
+    ]
+    if problems:
+        raise StrategyError(problems)
+    return found
+
+
+def _seconds(option: str, text: str, chosen: Schedule) -> list[float]:
+    """One value per chunk of the model."""
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise StrategyError(f"{option} is {text!r}: expected a number, or numbers with commas between") from None
+    if len(values) == 1:
+        return [values[0] / chosen.virtual_stages] * chosen.num_chunks
+    if len(values) != chosen.num_chunks:
+        raise StrategyError(
+            f"{option} has {len(values)} values for {chosen.num_chunks} chunks; give one value, or one per chunk"
+        )
+    return values
+
+
+def _print_problems(problems: tuple[str, ...], *, json_output: bool) -> None:
+    if json_output:
+        typer.echo(json.dumps({"problems": problems}, indent=2, ensure_ascii=False))
+        return
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the schedule", style="bold red")
+    for number, problem in enumerate(problems, 1):
+        console.print(f"  {number}. {problem}")
+
+
+def _facts(timeline: Timeline) -> dict[str, Any]:
+    made = timeline.schedule
+    form = closed_form(made)
+    return {
+        "name": made.name,
+        "num_stages": made.num_stages,
+        "num_micro_batches": made.num_micro_batches,
+        "virtual_stages": made.virtual_stages,
+        "total_seconds": timeline.total_seconds,
+        "bubble_fraction": timeline.bubble_fraction,
+        "max_in_flight_per_chunk": timeline.max_in_flight_per_chunk,
+        "closed_form": form
+        and {
+            "bubble_fraction": form.bubble_fraction,
+            "bubble_formula": form.bubble_formula,
+            "max_in_flight": form.in_flight,
+            "max_in_flight_formula": form.in_flight_formula,
+        },
+        "critical_path": [str(timed.action) for timed in timeline.critical_path],
+        "ranks": [
+            {
+                "rank": rank,
+                "busy_seconds": timeline.busy_seconds[rank],
+                "bubble_fraction": timeline.bubble_fractions[rank],
+                "max_in_flight": timeline.max_in_flight[rank],
+                "actions": [
+                    {
+                        "action": str(timed.action),
+                        "start_seconds": timed.start_seconds,
+                        "end_seconds": timed.end_seconds,
+                    }
+                    for timed in order
+                ],
+            }
+            for rank, order in enumerate(timeline.timed)
+        ],
+    }
+
+
+def _print_drawing(timeline: Timeline) -> None:
+    console = Console(highlight=False, markup=False)
+    made, form = timeline.schedule, closed_form(timeline.schedule)
+    chunks = f", {made.virtual_stages} chunks per rank" if made.virtual_stages > 1 else ""
+    console.print(
+        f"{made.name}: {made.num_stages} stages, {made.num_micro_batches} micro-batches{chunks}", style="bold"
+    )
+    for line in draw(timeline, width=console.width):
+        console.print(line, soft_wrap=True)
+    console.print(legend(timeline, width=console.width), style="dim", soft_wrap=True)
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for column in ("rank", "bubble", "kept at most", *(["closed form"] if form else [])):
+        table.add_column(column, justify="right" if column != "rank" else "left")
+    for rank, (bubble, kept) in enumerate(zip(timeline.bubble_fractions, timeline.max_in_flight, strict=True)):
+        table.add_row(str(rank), f"{bubble:.1%}", str(kept), *([str(form.in_flight[rank])] if form else []))
+    console.print(table)
+    unit = "chunks of a micro-batch" if made.virtual_stages > 1 else "micro-batches"
+    formula = f", closed form {form.in_flight_formula} on rank r" if form else ""
+    console.print(f"kept: {unit} whose activations a rank holds{formula}", soft_wrap=True)
+    formula = f", closed form {form.bubble_formula} = {form.bubble_fraction:.1%}" if form else ""
+    total = format_seconds(timeline.total_seconds)
+    console.print(f"step {total}, bubble {timeline.bubble_fraction:.1%}{formula}", soft_wrap=True)

@@ -1,0 +1,208 @@
+"""Messages between two ranks: trees of tensors, with their shapes, in the order in which they were sent.
+
+One stream per process group and peer. A message is a header of fixed size, with a pickled description of what comes,
+and then one transfer per tensor; tensors that fit travel inside the header. Sending does not wait: the buffers are
+kept until gloo has taken them. Receiving takes messages as they come, and keeps one that is not asked for yet, so
+that two ranks need not agree on the order in which they use what they exchange.
+
+On NCCL the headers go over a gloo group beside it, since the host must read them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid.collectives import trace
+from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
+from hybrid.collectives.channel import receive, send
+from hybrid.collectives.group import Group
+from hybrid.errors import CollectiveError
+
+__all__ = ["Stream"]
+
+_HEADER_TAG, _REST_TAG, _DATA_TAG = 1, 2, 3
+_SLOT_BYTES = 4096
+_LENGTHS = struct.Struct("<2q")
+# Small enough to be part of the header's message: fewer messages for labels, masks and numbers.
+_INLINE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One tensor of a message; `inline` are its bytes if they came with the header."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    inline: bytes | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    """A message that gloo may still be reading."""
+
+    key: Hashable
+    calls: list[Call]
+    works: list[dist.Work]
+    buffers: list[torch.Tensor]
+
+
+class Stream:
+    """What this process and one peer send each other over one group.
+
+    Args:
+        group: both are in it; its traffic is traced under its axis.
+        headers: a gloo group of the same ranks for the headers.
+        peer: index of the other rank in the group.
+    """
+
+    def __init__(self, group: Group, *, headers: Group, peer: int, device: torch.device) -> None:
+        assert group.process_group is not None and headers.process_group is not None
+        self._group = group
+        self._data = group.process_group
+        self._headers = headers.process_group
+        self._peer = peer
+        self._device = device
+        self._posted: tuple[dist.Work, torch.Tensor] | None = None
+        self._under_way: deque[_Sent] = deque()
+        self._early: dict[Hashable, tuple[Any, list[torch.Tensor]]] = {}
+
+    @property
+    def peer_rank(self) -> int:
+        return self._group.ranks[self._peer]
+
+    # -- sending -----------------------------------------------------------------------------------------------
+
+    def send(self, key: Hashable, description: Any, tensors: Sequence[torch.Tensor], *, window: int) -> None:
+        """Start sending; the tensors must not be written to from now on.
+
+        Args:
+            key: what the receiver asks for.
+            description: anything that pickles; goes along as it is.
+            tensors: contiguous or not; what is not is copied.
+            window: messages that may be under way; with more, wait until the peer has taken the oldest.
+        """
+        leaves, buffers = [], []
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1)
+            small = flat.numel() * flat.element_size() <= _INLINE_BYTES and len(tensors) <= 2
+            raw = (flat.cpu().view(torch.uint8).numpy().tobytes() if flat.numel() else b"") if small else None
+            leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, raw))
+            if raw is None:
+                buffers.append(flat)
+        body = pickle.dumps((key, description, leaves))
+        head = body[: _SLOT_BYTES - _LENGTHS.size]
+        raw_slot = bytearray(_SLOT_BYTES)
+        _LENGTHS.pack_into(raw_slot, 0, len(body), 0)
+        raw_slot[_LENGTHS.size : _LENGTHS.size + len(head)] = head
+        slot = torch.frombuffer(raw_slot, dtype=torch.uint8)
+        sent = _Sent(key=key, calls=[], works=[send(slot, self._headers, self._peer, _HEADER_TAG)], buffers=[slot])
+        if len(body) > len(head):
+            rest = torch.frombuffer(bytearray(body[len(head) :]), dtype=torch.uint8)
+            sent.works.append(send(rest, self._headers, self._peer, _REST_TAG))
+            sent.buffers.append(rest)
+        for buffer in buffers:
+            sent.calls.append(Call(op="send", group=self._group, buffer=buffer))
+            HISTORY.append(sent.calls[-1])
+            sent.works.append(send(buffer, self._data, self._peer, _DATA_TAG))
+            sent.buffers.append(buffer)
+        self._under_way.append(sent)
+        while len(self._under_way) > window:
+            self._complete_first()
+
+    def confirm(self, key: Hashable) -> None:
+        """The peer has this message (it has answered), and all before it: let go of their buffers."""
+        if any(sent.key == key for sent in self._under_way):
+            while self._under_way:
+                is_last = self._under_way[0].key == key
+                self._complete_first()
+                if is_last:
+                    return
+
+    def flush(self) -> None:
+        """Wait until the peer has everything."""
+        while self._under_way:
+            self._complete_first()
+
+    def _complete_first(self) -> None:
+        sent = self._under_way.popleft()
+        started = time.monotonic()
+        for work in sent.works:
+            self._wait(work, "send to")
+        for call in sent.calls:
+            call.end(CallState.DONE)
+            if trace.is_on():
+                trace.record_call(call, wait_seconds=time.monotonic() - started)
+
+    # -- receiving ---------------------------------------------------------------------------------------------
+
+    def post(self) -> None:
+        """Tell gloo that a message may come: it then travels while this process computes."""
+        if self._posted is None:
+            slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8)
+            self._posted = (receive(slot, self._headers, self._peer, _HEADER_TAG), slot)
+
+    def receive(self, key: Hashable) -> tuple[Any, list[torch.Tensor]]:
+        """The description and the tensors of the message with this key; blocks until it is there.
+
+        Raises:
+            CollectiveError: the peer is gone, or did not send in time.
+        """
+        while key not in self._early:
+            found, description, tensors = self._next()
+            self._early[found] = (description, tensors)
+        return self._early.pop(key)
+
+    def _next(self) -> tuple[Hashable, Any, list[torch.Tensor]]:
+        self.post()
+        assert self._posted is not None
+        work, slot = self._posted
+        self._posted = None
+        self._wait(work, "receive from")
+        raw = slot.numpy().tobytes()
+        length, _ = _LENGTHS.unpack_from(raw, 0)
+        body = raw[_LENGTHS.size : _LENGTHS.size + length]
+        if len(body) < length:
+            rest = torch.empty(length - len(body), dtype=torch.uint8)
+            self._wait(receive(rest, self._headers, self._peer, _REST_TAG), "receive from")
+            body += rest.numpy().tobytes()
+        key, description, leaves = pickle.loads(body)
+        tensors, works = [], []
+        for leaf in leaves:
+            if leaf.inline is not None:
+                tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+                if leaf.inline:
+                    flat = torch.frombuffer(bytearray(leaf.inline), dtype=torch.uint8)
+                    tensor.view(-1).view(torch.uint8).copy_(flat)
+                tensors.append(tensor.to(self._device))
+            else:
+                tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+                works.append(receive(tensor.view(-1), self._data, self._peer, _DATA_TAG))
+                tensors.append(tensor)
+        self.post()  # the one after it may come while this one is used
+        for work in works:
+            self._wait(work, "receive from")
+        return key, description, tensors
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        seconds = self._group.timeout_seconds
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            rank = self._group.ranks[self._group.rank]
+            text = first_sentence(str(error))
+            late = "timed out" in text.lower() or "timeout" in text.lower()
+            why = "nothing came in time" if late else "it is gone; look for the first error among the other ranks"
+            raise CollectiveError(
+                f"rank {rank}: {what} rank {self.peer_rank} over {self._group.axis} failed (timeout {seconds:g} s): "
+                f"{why} ({text})\nThe last collectives of rank {rank}, oldest first:\n{describe_history()}"
+            ) from None

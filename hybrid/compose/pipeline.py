@@ -1,0 +1,289 @@
+"""The pipeline as part of the whole: the plan before anything starts, the stages, the records of what crosses them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid.collectives import ops
+from hybrid.compose.losses import LossFunction
+from hybrid.contracts.schedule import Schedule, make_schedule
+from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_evenly
+from hybrid.errors import ModelError, StrategyError
+from hybrid.mesh import Mesh
+from hybrid.pipeline.layers import PipelineLayer
+from hybrid.pipeline.runner import PipelineRunner
+from hybrid.pipeline.stages import StagedModel, free
+from hybrid.pipeline.transport import Transport
+from hybrid.sharding.units import Unit
+from hybrid.strategy import ResolvedStrategy
+
+__all__ = [
+    "PlannedStages",
+    "Stages",
+    "WholeModel",
+    "all_on_meta",
+    "build_layers",
+    "known_here",
+    "named_once",
+    "plan_stages",
+    "share_out",
+    "start_pipeline",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStages:
+    """Which layers each chunk has, and the order of work."""
+
+    chunks: tuple[range, ...]
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """What a rank knows of the parameters of all stages; equal on all ranks.
+
+    Args:
+        first: every name of every parameter -> the first name of the same parameter.
+        stages_of: first name -> the stages that hold it.
+        order: first names of all parameters, in the order of the layers.
+        trainable: those of them that are trained.
+    """
+
+    first: Mapping[str, str]
+    stages_of: Mapping[str, tuple[int, ...]]
+    order: tuple[str, ...]
+    trainable: tuple[str, ...]
+
+    def axis(self, fqn: str) -> str | None:
+        """The places on the pp axis that hold a parameter; None for one."""
+        stages = self.stages_of[fqn]
+        return f"pp:{','.join(map(str, stages))}" if len(stages) > 1 else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Stages:
+    """What a rank does of a pipeline."""
+
+    staged: StagedModel
+    whole: WholeModel
+    schedule: Schedule
+    runner: PipelineRunner
+    loss_fn: LossFunction | None
+    elsewhere: dict[int, nn.Parameter]
+    """Parameters that only other stages train, by id: an optimizer that was built before may hold them."""
+    stand_in: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0)))
+    """What an optimizer gets on a stage without parameters."""
+    names: tuple[str, ...]
+    """Keys of the whole model's state dict, in its order."""
+
+    def units(self, model: nn.Module) -> tuple[Unit, ...]:
+        """Every layer of this stage is a unit; a tied parameter belongs to its first one."""
+        units: list[Unit] = []
+        taken: set[str] = set()
+        for name in self.staged.names_here():
+            fqns = [self.whole.first[f"{name}.{fqn}"] for fqn, _ in model.get_submodule(name).named_parameters()]
+            own = tuple(fqn for fqn in fqns if fqn not in taken)
+            taken |= set(own)
+            if own:
+                units.append(Unit(name=name, fqns=own))
+        return tuple(units)
+
+    def chunks_of(self, fqns: Sequence[str]) -> tuple[int, ...]:
+        """The chunks of this stage that hold a parameter with these names."""
+        return tuple(sorted({self.staged.chunk_of(fqn) for fqn in fqns}))
+
+    def forget_the_rest(self) -> None:
+        """The layers of other stages are not needed any more; parameters that others may hold lose their memory."""
+        self.staged.forget_the_rest()
+        free(list(self.elsewhere.values()))
+
+
+def plan_stages(model: nn.Module, resolved: ResolvedStrategy) -> PlannedStages | None:
+    """Cut the model's layers into chunks; None without a pipeline.
+
+    Raises:
+        ModelError: a model that is no chain of layers.
+        StrategyError: more chunks than layers, counts that do not add up, a schedule that cannot run.
+    """
+    settings = resolved.pipeline
+    if settings is None:
+        return None
+    num_chunks = settings.num_chunks
+    schedule = make_schedule(
+        settings.schedule,
+        num_stages=settings.degree,
+        num_micro_batches=resolved.accumulate_steps,
+        virtual_stages=settings.virtual_stages,
+    )
+    if isinstance(model, PipelineLayer):
+        if settings.split is not None:
+            raise StrategyError(
+                f"pipeline_configs.split = {settings.split!r} with a PipelineLayer, which has its own seg_method = "
+                f"{model.seg_method!r}: leave one of them out"
+            )
+        return PlannedStages(chunks=model.segments(num_chunks), schedule=schedule)
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+        raise ModelError(
+            f"pipeline parallel cuts an nn.Sequential or a hybrid.PipelineLayer, and {type(model).__name__} is "
+            "neither: its forward may do anything between its layers. Write it as "
+            "hybrid.PipelineLayer([LayerDesc(...), ...]), or set pipeline_configs.degree = 1"
+        )
+    layers = list(model.children())
+    split = settings.split
+    if split is None or split == "auto":
+        chunks = split_by_costs([_cost(layer) for layer in layers], num_chunks)
+    elif split == "uniform":
+        chunks = split_evenly(len(layers), num_chunks)
+    elif isinstance(split, str):
+        chunks = split_by_marks([type(layer).__name__ for layer in layers], split.removeprefix("layer:"), num_chunks)
+    else:
+        chunks = split_by_counts(split, len(layers), num_chunks)
+    return PlannedStages(chunks=tuple(chunks), schedule=schedule)
+
+
+def _cost(layer: nn.Module) -> float:
+    """Stands for a layer's time: multiplications per token, one per element of what is not looked up; at least 1."""
+    looked_up = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+
+
+def build_layers(model: nn.Module, planned: PlannedStages | None) -> bool:
+    """Build a PipelineLayer that nothing is to be cut from; whether the model has all its layers now."""
+    if not isinstance(model, PipelineLayer):
+        return True
+    if planned is None:
+        model.build()
+    return model.is_built
+
+
+def all_on_meta(model: nn.Module) -> nn.Module:
+    """All layers of a PipelineLayer of which nothing is built, without memory: for what must know the whole model."""
+    return copy.deepcopy(model).build(device="meta") if isinstance(model, PipelineLayer) else model
+
+
+def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[StagedModel, WholeModel]:
+    """Decide what this rank holds, build it (`PipelineLayer`), and learn what the others hold. *Collective.*"""
+    stage, num_stages = mesh.coordinate("pp"), mesh.degree("pp")
+    if isinstance(model, PipelineLayer):
+        names = [str(index) for index in range(model.num_layers)]
+        call: Callable[[int, Any], Any] = model.run_layer
+        if not model.is_built:
+            # One base for all random states: what is tied over stages starts equal.
+            model.build_settings = ops.all_gather_object(model.build_settings, group=mesh.world)[0]
+            model.build([i for c, layers in enumerate(planned.chunks) if c % num_stages == stage for i in layers])
+    else:
+        names = [name for name, _ in model.named_children()]
+
+        def call(index: int, value: Any) -> Any:
+            return model.get_submodule(names[index])(value)
+
+    staged = StagedModel(model, names, planned.chunks, num_stages=num_stages, stage=stage, call=call)
+    everyone = ops.all_gather_object(_own_names(model, staged), group=mesh.group("pp"))
+    return staged, _join(everyone, staged)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """One parameter of a stage: its names, those on other stages too; whether it is trained."""
+
+    names: tuple[str, ...]
+    trainable: bool
+
+
+def _own_names(model: nn.Module, staged: StagedModel) -> list[_Known]:
+    names: dict[int, list[str]] = {}
+    trained: dict[int, bool] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+        trained[id(parameter)] = parameter.requires_grad
+    known = [_Known(tuple(fqns), trained[key]) for key, fqns in names.items()]
+    if isinstance(model, PipelineLayer):
+        tied = [tuple(f"{index}.{attribute}" for index, attribute in uses) for uses in model.shared_keys().values()]
+        known = [
+            _Known(next((uses for uses in tied if set(uses) & set(one.names)), one.names), one.trainable)
+            for one in known
+        ]
+    return [one for one in known if any(staged.is_here(fqn) for fqn in one.names)]
+
+
+def _join(everyone: Sequence[Sequence[_Known]], staged: StagedModel) -> WholeModel:
+    first: dict[str, str] = {}
+    trainable: dict[str, bool] = {}
+    place = {name: index for index, name in enumerate(staged.names)}
+    for stage in everyone:
+        for one in stage:
+            ordered = sorted(one.names, key=lambda fqn: place[fqn.partition(".")[0]])
+            for fqn in ordered:
+                first[fqn] = ordered[0]
+            trainable[ordered[0]] = trainable.get(ordered[0], False) or one.trainable
+    stages_of: dict[str, set[int]] = {}
+    for fqn, name in first.items():
+        stages_of.setdefault(name, set()).add(staged.stage_of(fqn))
+    order = sorted(trainable, key=lambda fqn: place[fqn.partition(".")[0]])
+    return WholeModel(
+        first=first,
+        stages_of={fqn: tuple(sorted(stages)) for fqn, stages in stages_of.items()},
+        order=tuple(order),
+        trainable=tuple(fqn for fqn in order if trainable[fqn]),
+    )
+
+
+def start_pipeline(
+    model: nn.Module, layers: tuple[StagedModel, WholeModel], planned: PlannedStages, mesh: Mesh
+) -> Stages:
+    """Take the layers of other stages out of the model, and make the links to the neighbours. *Collective.*"""
+    staged, whole = layers
+    names = _all_keys(model, staged, mesh)
+    gone = staged.remove_the_rest()
+    model.forward = staged.forward
+    groups = [mesh.another_group("pp", label=f"pp_{way}") for way in ("forward", "backward")]
+    headers = [
+        group if mesh.backend == "gloo" else mesh.another_group("pp", label=f"{group.axis}_headers", on_host=True)
+        for group in groups
+    ]
+    transport = Transport(
+        groups[0], groups[1], headers=(headers[0], headers[1]), num_chunks=staged.num_chunks, device=mesh.device
+    )
+    return Stages(
+        staged=staged,
+        whole=whole,
+        schedule=planned.schedule,
+        runner=PipelineRunner(transport, num_chunks=staged.num_chunks, forward=staged.run_chunk),
+        loss_fn=getattr(model, "loss_fn", None),
+        elsewhere={id(parameter): parameter for parameter in gone},
+        names=names,
+    )
+
+
+def _all_keys(model: nn.Module, staged: StagedModel, mesh: Mesh) -> tuple[str, ...]:
+    """Keys of the state dict of all layers, in the order of the layers."""
+    everyone = ops.all_gather_object(list(model.state_dict()), group=mesh.group("pp"))
+    place = {name: index for index, name in enumerate(staged.names)}
+    keys = dict.fromkeys(key for keys in everyone for key in keys)
+    return tuple(sorted(keys, key=lambda key: place.get(key.partition(".")[0], len(place))))
+
+
+def named_once(model: nn.Module, stages: Stages | None) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the names under which all stages know them."""
+    named = model.named_parameters()
+    return {(fqn if stages is None else stages.whole.first[fqn]): parameter for fqn, parameter in named}
+
+
+def known_here(
+    wanted: Sequence[str] | None, model: nn.Module, stages: Stages | None, mesh: Mesh
+) -> Sequence[str] | None:
+    """Of names and classes of modules, those that this stage has, and those that none has. *Collective.*"""
+    if wanted is None or stages is None:
+        return wanted
+    here = {name for name, _ in model.named_modules()}
+    here |= {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    everyone = ops.all_gather_object(sorted(here & set(wanted)), group=mesh.group("pp"))
+    anywhere = {name for names in everyone for name in names}
+    return [name for name in wanted if name in here or name not in anywhere]

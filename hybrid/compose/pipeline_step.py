@@ -1,0 +1,115 @@
+"""One training step through a pipeline: the schedule's actions, with gradients reduced as the strategy says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hybrid.compose.losses import LossFunction, add_loss
+from hybrid.compose.runtime import Runtime
+from hybrid.contracts.schedule import Action, ActionKind
+from hybrid.errors import BatchError
+
+__all__ = ["evaluate_pipeline", "reduces_after", "train_pipeline"]
+
+
+def reduces_after(grad_reduce: str | int, *, index: int, last: int, step: bool) -> bool:
+    """Whether micro-batch `index` reduces. What is left local when the step comes is reduced there."""
+    if grad_reduce == "every_micro_batch":
+        return True
+    if isinstance(grad_reduce, int) and (index + 1) % grad_reduce == 0:
+        return True
+    return index == last and step
+
+
+def train_pipeline(
+    runtime: Runtime,
+    micro_batches: Sequence[Any],
+    loss_fn: LossFunction | None,
+    totals: torch.Tensor,
+    *,
+    scaler: torch.amp.GradScaler | None,
+    step: bool,
+) -> None:
+    """Forward and backward of all micro-batches on this rank's chunks; the last stage adds to `totals`."""
+    stages, reducer, strategy = runtime.stages, runtime.engine.reducer, runtime.strategy
+    assert stages is not None
+    loss_fn = _loss_function(runtime, loss_fn)
+    last = len(micro_batches) - 1
+    reducing: list[AbstractContextManager[None]] = []
+
+    def loss(micro_batch: int, output: Any) -> torch.Tensor:
+        labels = _pair(micro_batches[micro_batch])[1]
+        loss_sum = add_loss(loss_fn(output, labels), micro_batches[micro_batch], totals, strategy.loss_reduction)
+        return loss_sum if scaler is None else scaler.scale(loss_sum)
+
+    def before_backward(action: Action) -> None:
+        reduce_now = reduces_after(strategy.grad_reduce, index=action.micro_batch, last=last, step=step)
+        reducer.chunk = action.chunk if len(stages.staged.chunks_here()) > 1 else None
+        reducing.append(runtime.reducing(reduce_now))
+        reducing[-1].__enter__()
+
+    def after_backward(action: Action) -> None:
+        if reducer.synchronise:
+            reducer.full_round()
+        reducing.pop().__exit__(None, None, None)
+
+    try:
+        stages.runner.run(
+            stages.schedule.actions[stages.staged.stage],
+            inputs=lambda micro_batch: _pair(micro_batches[micro_batch])[0],
+            loss=loss,
+            before_backward=before_backward,
+            after_backward=after_backward,
+        )
+    finally:
+        while reducing:
+            reducing.pop().__exit__(None, None, None)
+        reducer.chunk = None
+
+
+def evaluate_pipeline(
+    runtime: Runtime, pieces: Sequence[Any], loss_fn: LossFunction | None, totals: torch.Tensor
+) -> None:
+    """Forward of all micro-batches; the last stage adds to `totals`."""
+    stages = runtime.stages
+    assert stages is not None
+    loss_fn = _loss_function(runtime, loss_fn)
+
+    def loss(micro_batch: int, output: Any) -> torch.Tensor:
+        labels = _pair(pieces[micro_batch])[1]
+        return add_loss(loss_fn(output, labels), pieces[micro_batch], totals, runtime.strategy.loss_reduction)
+
+    stages.runner.evaluate(
+        [
+            Action(kind=ActionKind.F, chunk=chunk, micro_batch=micro_batch)
+            for micro_batch in range(len(pieces))
+            for chunk in stages.staged.chunks_here()
+        ],
+        inputs=lambda micro_batch: _pair(pieces[micro_batch])[0],
+        loss=loss,
+    )
+
+
+def _loss_function(runtime: Runtime, given: LossFunction | None) -> LossFunction:
+    assert runtime.stages is not None
+    found = given if given is not None else runtime.stages.loss_fn
+    if found is None:
+        raise BatchError("a pipeline needs loss_fn(output, labels): give it to train_batch, or to hybrid.PipelineLayer")
+    return found
+
+
+def _pair(micro_batch: Any) -> tuple[Any, Any]:
+    """(what the first layer gets, labels)."""
+    if not isinstance(micro_batch, tuple | list) or len(micro_batch) != 2:
+        raise BatchError(
+            f"a batch of type {type(micro_batch).__name__} with a pipeline: give (inputs, labels), the inputs for the "
+            "first layer and the labels for loss_fn"
+        )
+    inputs, labels = micro_batch
+    if isinstance(inputs, tuple | list) and len(inputs) == 1:
+        inputs = inputs[0]
+    return inputs, labels

@@ -1,0 +1,148 @@
+"""Which layers a rank of a pipeline holds, and how the model computes with them alone.
+
+The model stays the same object, with the names it had: a layer of another stage becomes an `Elsewhere`, which holds
+nothing. What one stage computes is one or more *chunks*, runs of neighbouring layers; chunk c is on stage c modulo
+the number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid.errors import ModelError
+
+__all__ = ["Elsewhere", "StagedModel", "free"]
+
+
+class Elsewhere(nn.Module):
+    """Stands where a layer of another stage stood."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        self._where = f"layer {name!r} is on pipeline stage {stage}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ModelError(f"{self._where}, not on this rank: use model.train_batch or model.eval_batch")
+
+    def extra_repr(self) -> str:
+        return self._where
+
+
+class StagedModel:
+    """The layers of one model over the stages of a pipeline.
+
+    Args:
+        model: its children are the layers; those of other stages may be missing.
+        names: names of all layers, in order.
+        chunks: the layers of each chunk, all of them once.
+        num_stages, stage: of the pipeline; this rank's.
+        call: (index of a layer, value) -> output.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        chunks: Sequence[range],
+        *,
+        num_stages: int,
+        stage: int,
+        call: Callable[[int, Any], Any],
+    ) -> None:
+        self._model = model
+        self.chunks = tuple(chunks)
+        self.num_stages, self.stage = num_stages, stage
+        self.names = tuple(names)
+        self._call = call
+        self._chunk_of = {index: chunk for chunk, layers in enumerate(chunks) for index in layers}
+        self._removed: dict[str, nn.Module] = {}
+        self.current_chunk: int | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks)
+
+    def stage_of(self, fqn: str) -> int:
+        """The stage that holds what has this name."""
+        return self.chunk_of(fqn) % self.num_stages
+
+    def chunk_of(self, fqn: str) -> int:
+        """The chunk that holds what has this name."""
+        return self._chunk_of[self.names.index(fqn.partition(".")[0])]
+
+    def is_here(self, fqn: str) -> bool:
+        return self.stage_of(fqn) == self.stage
+
+    def chunks_here(self) -> tuple[int, ...]:
+        """The chunks on this stage."""
+        return tuple(range(self.stage, self.num_chunks, self.num_stages))
+
+    def names_here(self) -> list[str]:
+        """Names of the layers on this stage."""
+        return [name for name in self.names if self.is_here(name)]
+
+    def remove_the_rest(self) -> list[nn.Parameter]:
+        """Take the layers of other stages out of the model; returns the parameters that nothing here holds now."""
+        here = {id(p) for name in self.names_here() for p in self._model.get_submodule(name).parameters()}
+        gone: dict[int, nn.Parameter] = {}
+        for name, layer in list(self._model.named_children()):
+            if not self.is_here(name):
+                gone |= {id(p): p for p in layer.parameters() if id(p) not in here}
+                self._removed[name] = layer
+                setattr(self._model, name, Elsewhere(name, self.stage_of(name)))
+        return list(gone.values())
+
+    @contextmanager
+    def all_layers(self) -> Iterator[None]:
+        """Inside, the model has the layers of all stages again (to be initialised in order, on the meta device)."""
+        placeholders = {name: self._model.get_submodule(name) for name in self._removed}
+        for name, layer in self._removed.items():
+            setattr(self._model, name, layer)
+        try:
+            yield
+        finally:
+            for name, placeholder in placeholders.items():
+                setattr(self._model, name, placeholder)
+
+    def forget_the_rest(self) -> None:
+        """Let go of the layers of other stages."""
+        self._removed.clear()
+
+    def forward(self, value: Any) -> Any:
+        """The forward of the model on this rank: that of the chunk that runs now.
+
+        Raises:
+            ModelError: the model was called by hand.
+        """
+        if self.current_chunk is None:
+            raise ModelError(
+                f"this rank holds stage {self.stage} of {self.num_stages} of the model, which cannot run by itself: "
+                "use model.train_batch or model.eval_batch, on all ranks"
+            )
+        for index in self.chunks[self.current_chunk]:
+            value = self._call(index, value)
+        return value
+
+    def runs_last_chunk(self) -> bool:
+        """Whether what runs now gives the model's own output."""
+        return self.current_chunk == self.num_chunks - 1
+
+    def run_chunk(self, chunk: int, value: Any) -> Any:
+        """Call the model, hooks and all, for one chunk."""
+        before, self.current_chunk = self.current_chunk, chunk
+        try:
+            return self._model(value)
+        finally:
+            self.current_chunk = before
+
+
+def free(parameters: Sequence[nn.Parameter]) -> None:
+    """Give up the memory of parameters that other objects may still hold (an optimizer)."""
+    for parameter in parameters:
+        if not parameter.is_meta:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

@@ -1,0 +1,365 @@
+"""What tensor parallelism refuses: one clear sentence, with sizes that work, before a process group exists.
+
+Most are raised by `distributed_model` in processes that have only the variables of a launcher: nobody waits for them
+at any address, so a refusal that came after the group had been started would not come at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import hybrid
+from hybrid.errors import BatchError, HybridError, ModelError, OptimizerError, StrategyError
+from tests.ranks import run_environments, run_ranks
+from tests.tensor_models import GPT, GPT_PLAN, LENGTH, WIDTH, GroupedAttention, TorchStack, build, logits_loss, tokens
+from tests.tensor_runs import own_samples, tensor_strategy, tensor_variant
+
+
+class Heads(nn.Module):
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.attn = GroupedAttention(12, num_heads, num_kv_heads)
+
+
+class Words(nn.Module):
+    """Three words, fewer than four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.up, self.down = nn.Embedding(3, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 3)
+
+
+class NormBetween(nn.Module):
+    """A norm over a width that is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+
+class Subclass(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Subclass(8, 16), nn.Linear(16, 8)
+
+
+class TiedToBody(nn.Module):
+    """The row layer's weight is also a layer of its own, which is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.again = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.again.weight = self.down.weight
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.mlp = nn.Linear(8, 16), nn.Linear(16, 8), Router()
+
+
+def mixtral() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+
+
+def gpt(**more: Any) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+    return GPT, {"plan": GPT_PLAN | more}
+
+
+PAIR = {"up": "colwise", "down": "rowwise"}
+QKV = "blocks.*.attn.qkv"
+
+# Name -> (degree, model, other settings of tensor_strategy, error, what its message says)
+REFUSED: dict[str, tuple[int, Callable[[], nn.Module], dict[str, Any], type[HybridError], str]] = {
+    "heads": (2, lambda: Heads(3, 3), {}, StrategyError, r"degree = 2 does not divide num_heads=3 of attn; .*: 1, 3"),
+    "heads of a user's plan": (3, *gpt(), StrategyError, r"degree = 3 .*num_heads=4 .*: 1, 2, 4"),
+    "kv heads": (3, lambda: Heads(6, 2), {}, StrategyError, r"degree = 3 .* num_kv_heads=2 of attn; .*: 1, 2, 6"),
+    "kv heads that do not divide the heads": (
+        2,
+        lambda: Heads(4, 3),
+        {},
+        HybridError,
+        r"4 query heads of attn are not a multiple of its 3 key/value heads",
+    ),
+    "ffn": (
+        2,
+        lambda: nn.ModuleDict({"up": nn.Linear(8, 15), "down": nn.Linear(15, 8)}),
+        {"plan": PAIR},
+        StrategyError,
+        r"degree = 2 does not divide width 15 between up and down of the model; .*: 1, 3, 5, 15",
+    ),
+    "vocabulary": (
+        4, Words, {"plan": PAIR}, StrategyError, r"degree = 4 is more than vocabulary 3 of (wte|head); .*: 1, 2"
+    ),
+    "heads of torch.nn": (3, lambda: TorchStack("encoder", batch_first=True), {}, StrategyError, r"3 .*num_heads=4"),
+    "a pattern that matches nothing": (
+        2, *gpt(**{"blocks.*.attn.qkw": "colwise"}), StrategyError, r"'blocks\.\*\.attn\.qkw' matches no module; .*qkv"
+    ),
+    "patterns that overlap": (
+        2,
+        *gpt(**{"blocks.0.attn.proj": "colwise"}),
+        StrategyError,
+        r"'blocks\.\*\.attn\.proj' and 'blocks\.0\.attn\.proj' both match blocks\.0\.attn\.proj",
+    ),
+    "a style that does not fit": (
+        2, *gpt(norm="colwise"), StrategyError, r"'norm': 'colwise' does not fit norm \(LayerNorm\); styles that do"
+    ),
+    "a style that nobody knows": (2, *gpt(head="colwize"), StrategyError, r"'colwize'; did you mean 'colwise'"),
+    "a key that nobody knows": (
+        2, *gpt(**{QKV: {"style": "colwise", "fusd": 3}}), StrategyError, r"unknown key 'fusd'; did you mean 'fused'"
+    ),
+    "parts that do not divide": (
+        2, *gpt(**{QKV: {"style": "colwise", "fused": 5}}), StrategyError, r"fused = 5 .*does not divide its width 48"
+    ),
+    "attributes that are not there": (
+        2,
+        *gpt(**{QKV: {"style": "colwise", "fused": 3, "divide": ["n_heads"]}}),
+        StrategyError,
+        r"'n_heads'.*known: .*num_heads",
+    ),
+    "a column without its row": (
+        2, NormBetween, {"plan": {"up": "colwise"}}, HybridError, r"up is 'colwise' .*no 'rowwise' layer"
+    ),
+    "a row without its column": (
+        2, NormBetween, {"plan": {"down": "rowwise"}}, HybridError, r"down is 'rowwise' .*no 'colwise' layer"
+    ),
+    "a norm between": (2, NormBetween, {"plan": PAIR}, HybridError, r"between normalises over the whole width of 16"),
+    "a forward of its own": (2, Odd, {"plan": PAIR}, HybridError, r"up \(Subclass\) has a forward .* of its own"),
+    "tied layers cut differently": (2, TiedToBody, {"plan": PAIR}, HybridError, r"are one parameter and must be cut alike"),
+    "a model without rules": (2, GPT, {}, HybridError, r"(?s)no rule is known .*blocks\.\*\.attn\.qkv: 16 -> 48.*plan"),
+    "experts": (2, Mixture, {"plan": PAIR}, HybridError, r"mlp \(Router\) is a mixture of experts|expert"),
+    "sequence parallel without blocks": (
+        2,
+        lambda: nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}),
+        {"plan": PAIR, "sequence_parallel": True},
+        HybridError,
+        r"sequence_parallel: ModuleDict has no stack of blocks",
+    ),
+    "a whole layer in a cut sequence": (
+        2,
+        lambda: build("gpt-lora"),
+        {"plan": GPT_PLAN | {"blocks.*.attn.lora_*": "replicated"}, "sequence_parallel": True},
+        HybridError,
+        r"lora_a",
+    ),
+    "sequence parallel at degree 1": (
+        1, GPT, {"sequence_parallel": True}, StrategyError, r"sequence_parallel does nothing with .*degree of 1"
+    ),
+    "a plan at degree 1": (1, *gpt(), StrategyError, r"plan does nothing with .*degree of 1"),
+    "verify at degree 1": (1, GPT, {"verify": True}, StrategyError, r"verify does nothing with .*degree of 1"),
+    "Mixtral": (2, mixtral, {}, HybridError, r"model\.layers\.0\.mlp \(MixtralSparseMoeBlock\) is a mixture of experts"),
+    "a degree that does not divide the ranks": (8, *gpt(), StrategyError, r"8"),
+}
+
+
+def refused(names: tuple[str, ...]) -> dict[str, tuple[str, str, bool]]:
+    """By name: type of the error and its message; whether a process group was there."""
+    found = {}
+    for name in names:
+        degree, make, settings, _, _ = REFUSED[name]
+        try:
+            hybrid.distributed_model(make(), tensor_strategy(degree, **settings))
+            found[name] = ("nothing", "", dist.is_initialized())
+        except Exception as error:
+            kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
+            found[name] = (kinds, str(error), dist.is_initialized())
+    return found
+
+
+def launched(world_size: int) -> dict[str, str]:
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    return {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **sizes}
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, tuple[str, str, bool]]:
+    """Of one process each that believes to be the first of 4, or of 3 ranks."""
+    names = [name for name in REFUSED if name != "Mixtral" or importlib.util.find_spec("transformers")]
+    thirds = tuple(name for name in names if REFUSED[name][0] == 3)
+    others = tuple(name for name in names if name not in thirds)
+    found: dict[str, tuple[str, str, bool]] = {}
+    for chosen, ranks in ((others, 4), (thirds, 3)):
+        (report,) = run_environments(refused, [launched(ranks)], chosen, timeout_seconds=30)
+        assert not report.failed, report.traceback or report.error
+        found |= report.value
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_a_process_group_exists(name: str, refusals: dict[str, tuple[str, str, bool]]) -> None:
+    if name not in refusals:
+        pytest.skip("needs transformers")
+    kinds, message, started = refusals[name]
+    assert REFUSED[name][3].__name__ in kinds.split(), (kinds, message)
+    assert re.search(REFUSED[name][4], message), message
+    assert not started
+
+
+# -- at the call -----------------------------------------------------------------------------------------------------
+
+
+def check_lengths() -> None:
+    with tensor_variant(2, plan=GPT_PLAN, sequence_parallel=True) as strategy:
+        model: Any = hybrid.distributed_model(build("gpt"), strategy)
+        batch = own_samples(tokens(0))
+        with pytest.raises(BatchError, match=r"a sequence of 7 .*tp = 2 ranks; .*6 or 8"):
+            model(batch["ids"][:, :-1])
+        assert model(batch["ids"]).shape == (8, LENGTH, 67)
+
+
+def check_batches(first_call: str) -> None:
+    """The ranks get other values, another shape, or other numbers of tensors."""
+    ids = tokens(0)["ids"]
+    rank = dist.get_rank()
+    others = {"values": ids + (rank == 3), "shape": ids[: 8 - (rank == 3)]}
+    for what, mine in others.items():
+        with tensor_variant(2, plan=GPT_PLAN) as strategy:
+            model: Any = hybrid.distributed_model(build("gpt"), strategy)
+            optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            batch = {"ids": mine % 67, "labels": mine % 67}
+
+            def call(model: Any = model, batch: Any = batch, optimizer: Any = optimizer) -> None:
+                if first_call == "train_batch":
+                    model.train_batch(batch, optimizer, forward_step=logits_loss)
+                else:
+                    logits_loss(model, batch)
+
+            if rank >= 2:
+                with pytest.raises(BatchError, match=r"ranks 2, 3 .*rank 3 got another one than rank 2"):
+                    call()
+            else:
+                # In another tp group the batches agree; what it waits for then, nobody sends.
+                assert what
+                if first_call != "train_batch":
+                    call()
+
+
+def test_sequences_that_the_ranks_cannot_share() -> None:
+    run_ranks(check_lengths, 2)
+
+
+def test_ranks_with_different_batches() -> None:
+    run_ranks(check_batches, 4, "plain")
+
+
+def check_different_batches_in_train_batch() -> None:
+    ids = tokens(0)["ids"]
+    with tensor_variant(2, plan=GPT_PLAN) as strategy:
+        model: Any = hybrid.distributed_model(build("gpt"), strategy)
+        optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = {"ids": ids, "labels": (ids + dist.get_rank()) % 67}
+        with pytest.raises(BatchError, match=r"ranks 0, 1 .*rank 1 got another one than rank 0 .*tensor 2"):
+            model.train_batch(batch, optimizer, forward_step=logits_loss)
+        model.train_batch({"ids": ids, "labels": ids}, optimizer, forward_step=logits_loss)
+
+
+def test_ranks_with_different_labels_in_train_batch() -> None:
+    """And the model can be used with a right batch after that."""
+    run_ranks(check_different_batches_in_train_batch, 2)
+
+
+class NotElementwise(torch.optim.SGD):
+    """Not known to work on each element alone."""
+
+
+def check_optimizers() -> None:
+    makers: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+        lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2 and p.shape[0] != 67], lr=1e-2),
+        lambda parameters: NotElementwise(parameters, lr=1e-2),
+    ]
+    for stage in (None, 1, 3):
+        for make in makers:
+            for is_before in (True, False):
+                with tensor_variant(2, stage=stage, plan=GPT_PLAN) as strategy:
+                    plain = build("gpt", dtype=torch.float32)
+                    optimizer = make(plain.parameters()) if is_before else None
+                    model = hybrid.distributed_model(plain, strategy)
+                    with pytest.raises(OptimizerError, match=r"is cut over 2 tensor-parallel ranks.*AdamW or SGD"):
+                        hybrid.distributed_optimizer(optimizer or make(model.parameters()))
+
+
+def test_whole_matrix_optimizers() -> None:
+    run_ranks(check_optimizers, 2)
+
+
+def check_gradients_are_there() -> None:
+    with tensor_variant(2, plan=GPT_PLAN) as strategy:
+        plain = build("gpt")
+        logits_loss(plain, tokens(0)).backward()
+        with pytest.raises(ModelError, match=r"has a gradient.*zero_grad"):
+            hybrid.distributed_model(plain, strategy)
+
+
+def test_gradients_of_whole_size() -> None:
+    run_ranks(check_gradients_are_there, 2)
+
+
+# -- warned about ----------------------------------------------------------------------------------------------------
+
+
+def check_nodes() -> str:
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with tensor_variant(2, plan=GPT_PLAN) as strategy:
+            hybrid.distributed_model(build("gpt"), strategy)
+    return "\n".join(str(warning.message) for warning in caught)
+
+
+def test_more_ranks_than_a_node_has() -> None:
+    for text in run_ranks(check_nodes, 2):
+        assert re.search(r"degree 2 is more than the 1 ranks of this node", text), text
+
+
+# -- a width in the code ---------------------------------------------------------------------------------------------
+
+
+class FixedWidth(nn.Module):
+    """Its forward reshapes by the whole width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.up(x)).view(-1, 24))
+
+
+def check_width() -> None:
+    with tensor_variant(2, plan=PAIR) as strategy:
+        model = hybrid.distributed_model(FixedWidth(), strategy)
+        with pytest.raises(ModelError, match=r"(?s)24.*up.*view"):
+            model(torch.ones(3, WIDTH))
+
+
+def test_a_width_in_the_code_is_named() -> None:
+    run_ranks(check_width, 2)
