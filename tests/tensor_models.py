@@ -18,7 +18,20 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GPT", "GPT_PLAN", "LORA_PLAN", "WIDTH", "LENGTH", "MODELS", "SAMPLES", "VOCABULARY", "TensorModel", "build", "logits_loss", "tokens"]
+__all__ = [
+    "GPT",
+    "GPT_PLAN",
+    "LORA_PLAN",
+    "WIDTH",
+    "LENGTH",
+    "MODELS",
+    "SAMPLES",
+    "VOCABULARY",
+    "TensorModel",
+    "build",
+    "logits_loss",
+    "tokens",
+]
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH, HEADS = 8, 8, 67, 16, 4
 
@@ -85,7 +98,9 @@ class GroupedAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         layers = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (layer(x).unflatten(-1, (n, self.head_dim)).transpose(1, 2) for layer, n in zip(layers, sizes, strict=True))
+        q, k, v = (
+            layer(x).unflatten(-1, (n, self.head_dim)).transpose(1, 2) for layer, n in zip(layers, sizes, strict=True)
+        )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
@@ -186,9 +201,7 @@ def logits_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def _gpt(plan: Mapping[str, Any] = GPT_PLAN, **options: Any) -> TensorModel:
-    return TensorModel(
-        build=lambda: GPT(**options), batch=tokens, loss=logits_loss, plan=plan, dtype=torch.float64
-    )
+    return TensorModel(build=lambda: GPT(**options), batch=tokens, loss=logits_loss, plan=plan, dtype=torch.float64)
 
 
 # ---- torch.nn ------------------------------------------------------------------------------------------------------
@@ -229,7 +242,12 @@ class TorchStack(nn.Module):
         else:
             average = self.kind == "average weights"
             y, weights = self.body(
-                x, memory, memory, attn_mask=causal, need_weights=self.kind != "no weights", average_attn_weights=average
+                x,
+                memory,
+                memory,
+                attn_mask=causal,
+                need_weights=self.kind != "no weights",
+                average_attn_weights=average,
             )
             if weights is not None:  # their gradient counts as well
                 weights = weights.flatten(1, -2).pow(2).sum((1, 2)) if weights.dim() > 3 else weights.pow(2).sum((1, 2))
@@ -309,7 +327,9 @@ _VIT = {name: value for name, value in _BERT.items() if name not in {"vocab_size
 }
 
 
-def _pretrained(model_class: str, config_class: str, options: Mapping[str, Any], **more: Any) -> Callable[[], nn.Module]:
+def _pretrained(
+    model_class: str, config_class: str, options: Mapping[str, Any], **more: Any
+) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import transformers
 
@@ -396,7 +416,9 @@ MODELS = {
     "llama-one-kv-head": _decoder("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=1, attention_bias=True),
     "qwen3": _decoder("Qwen3ForCausalLM", "Qwen3Config", head_dim=6),
     "gpt2": TensorModel(build=_pretrained("GPT2LMHeadModel", "GPT2Config", _GPT2), batch=plain_tokens, loss=own_loss),
-    "bert": TensorModel(build=_pretrained("BertForMaskedLM", "BertConfig", _BERT), batch=masked_tokens, loss=masked_loss),
+    "bert": TensorModel(
+        build=_pretrained("BertForMaskedLM", "BertConfig", _BERT), batch=masked_tokens, loss=masked_loss
+    ),
     "vit": TensorModel(build=_pretrained("ViTForImageClassification", "ViTConfig", _VIT), batch=images, loss=own_loss),
     "t5": TensorModel(
         build=_pretrained("T5ForConditionalGeneration", "T5Config", _T5), batch=masked_tokens, loss=translation_loss

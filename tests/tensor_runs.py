@@ -423,5 +423,3 @@ def _differences(case: TensorCase, records: Sequence[Record]) -> Iterator[str]:
                 before = seen.setdefault(name, (rank, value))
                 if before[1] != value:
                     yield f"after step {step}, {name} differs between ranks {before[0]} and {rank}"
-
-

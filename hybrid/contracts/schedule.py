@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -258,11 +258,11 @@ def _interleaving_problems(name: str, num_stages: int, num_micro_batches: int, v
 
 def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
     """Each listed action -> the actions whose results it reads, on whatever rank, listed or not."""
-    listed = {action for order in schedule.actions for action in order}
+    listed = dict.fromkeys(action for order in schedule.actions for action in order)  # in one order, unlike a set
     return {action: tuple(_reads(action, schedule.num_chunks, listed)) for action in listed}
 
 
-def _reads(action: Action, num_chunks: int, listed: set[Action]) -> Iterator[Action]:
+def _reads(action: Action, num_chunks: int, listed: Container[Action]) -> Iterator[Action]:
     match action.kind:
         case ActionKind.F:
             if action.chunk > 0:

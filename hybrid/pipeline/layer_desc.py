@@ -87,12 +87,12 @@ class SharedLayerDesc(LayerDesc):
         shared_weight_attr: str = "weight",
         **kwargs: Any,
     ) -> None:
-        super().__init__(layer_class, *args, **kwargs)
         if not isinstance(key, str) or not key:
             raise ModelError(
                 f"SharedLayerDesc takes the key first, a name such as 'embed', not {_shown(key)}; "
                 "write SharedLayerDesc('embed', nn.Embedding, ...)"
             )
+        super().__init__(layer_class, *args, **kwargs)
         if not isinstance(shared_weight_attr, str) or not shared_weight_attr:
             raise ModelError(
                 f"SharedLayerDesc {key!r}: shared_weight_attr names one parameter, such as 'weight', "

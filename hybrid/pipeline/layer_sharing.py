@@ -38,16 +38,18 @@ def tie(
     """
     elsewhere: dict[str, str] = {}
     for places in places_by_key(shared).values():
-        first, attribute = places[0]
+        first = places[0][0]
         here = [index for index, _ in places if index in built]
         if not here:
             continue
-        owner, name = shared[first].owner_of_shared(built[first] if first in built else make(first))
+        origin = built[first] if first in built else make(first)
+        owner, name = shared[first].owner_of_shared(origin)
         parameter = owner.get_parameter(name)
         for index in here:
             _put(parameter, into=built[index], desc=shared[index], index=index, first=first)
             if first not in built:
-                elsewhere[f"{index}.{shared[index].shared_weight_attr}"] = f"{first}.{attribute}"
+                own_name = f"{index}.{_first_name(parameter, built[index])}"
+                elsewhere[own_name] = f"{first}.{_first_name(parameter, origin)}"
     return elsewhere
 
 
@@ -96,6 +98,11 @@ def _put(parameter: nn.Parameter, *, into: nn.Module, desc: SharedLayerDesc, ind
         for other, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if held is own:
                 setattr(module, other, parameter)
+
+
+def _first_name(parameter: nn.Parameter, module: nn.Module) -> str:
+    """Its name in registration order, which need not be the one it is shared by."""
+    return next(name for name, held in module.named_parameters() if held is parameter)
 
 
 def _form(parameter: nn.Parameter) -> str:

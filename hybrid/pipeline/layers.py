@@ -67,7 +67,7 @@ class PipelineLayer(nn.Module):
         super().__init__()
         # Plain lists: a module in them becomes a child when it is built here, and not before.
         self._layers: list[LayerDesc | nn.Module | None] = list(checked_layers(layers, list_class=PipelineLayer))
-        if loss_fn is not None and not callable(loss_fn):
+        if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
             raise ModelError(f"loss_fn must be a function (output, labels) -> loss, not {loss_fn!r}")
         if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
             raise ModelError(
@@ -212,7 +212,10 @@ class PipelineLayer(nn.Module):
             raise
 
     def shared_elsewhere(self) -> dict[str, str]:
-        """Name of a shared parameter here -> its first name, in a layer that is not built here."""
+        """Name of a shared parameter in a layer here -> in its first layer, which is not built here.
+
+        Names are the first ones of the parameter in each layer, as `named_parameters` gives them.
+        """
         return dict(self._elsewhere)
 
     @property

@@ -18,8 +18,11 @@ from hybrid.pipeline.boundary import Crossing
 
 __all__ = ["Transport"]
 
-# Gradients that a rank may have sent and the one before not yet taken. Each is a boundary value in memory.
+# Gradients that a rank may have sent and the one before not yet taken, each a boundary value in memory. With one chunk
+# per rank no schedule can stop at that; with more, ranks that wait for their sends may wait for each other
+# (`Transport.BLOCKING` of contracts/schedule_check.py), so there a rank never waits.
 _WINDOW = 2
+_NO_WINDOW = 1 << 30
 
 
 class Transport:
@@ -41,7 +44,8 @@ class Transport:
         num_chunks: int,
         device: torch.device,
     ) -> None:
-        self._size, self._rank, self._num_chunks = forward.size, forward.rank, num_chunks
+        self._size, self._rank = forward.size, forward.rank
+        self._window = _WINDOW if num_chunks == forward.size else _NO_WINDOW
         before, after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         self._activations_in = Stream(forward, headers=headers[0], peer=before, device=device)
         self._activations_out = Stream(forward, headers=headers[0], peer=after, device=device)
@@ -50,7 +54,7 @@ class Transport:
 
     def send_activation(self, chunk: int, micro_batch: int, crossing: Crossing, tensors: list[torch.Tensor]) -> None:
         """From `chunk` to the next one."""
-        self._activations_out.send((chunk + 1, micro_batch), crossing, tensors, window=4 * self._num_chunks)
+        self._activations_out.send((chunk + 1, micro_batch), crossing, tensors, window=_NO_WINDOW)
 
     def receive_activation(self, chunk: int, micro_batch: int) -> tuple[Crossing, list[torch.Tensor]]:
         """What comes into `chunk` from the one before."""
@@ -61,7 +65,7 @@ class Transport:
         """Of what came into `chunk`, back to the one before."""
         there = tuple(gradient is not None for gradient in gradients)
         sent = [gradient for gradient in gradients if gradient is not None]
-        self._gradients_out.send((chunk, micro_batch), there, sent, window=_WINDOW)
+        self._gradients_out.send((chunk, micro_batch), there, sent, window=self._window)
 
     def receive_gradients(self, chunk: int, micro_batch: int) -> list[torch.Tensor | None]:
         """Of what went out of `chunk`; None where a tensor was not used."""

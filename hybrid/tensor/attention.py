@@ -302,12 +302,11 @@ class ParallelMultiheadAttention(CutModule, nn.MultiheadAttention):
         order = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
         partial = functional.linear(context_BHLD.permute(*order).flatten(2), self.out_proj.weight)
         group = self.tensor_parallel.group
-        if self._sequence_dim is None:
-            output = reduce_from(partial, group=group)
-        else:
-            output = reduce_scatter_from(partial, group=group, dim=self._sequence_dim)
         # Under autocast the sum is in the lower dtype and the bias is not: plain torch returns the lower one.
-        return output if self.out_proj.bias is None else output + self.out_proj.bias.to(output.dtype)
+        bias = None if self.out_proj.bias is None else self.out_proj.bias.to(partial.dtype)
+        if self._sequence_dim is None:
+            return reduce_from(partial, group=group, bias=bias)
+        return reduce_scatter_from(partial, group=group, dim=self._sequence_dim, bias=bias)
 
 
 class _OutputProjection(NonDynamicallyQuantizableLinear):

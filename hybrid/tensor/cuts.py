@@ -48,6 +48,7 @@ class TensorCuts:
         return {
             fqn: parameters[fqn].numel() // max(1, cuts[self.group.rank].local_size) * max(c.local_size for c in cuts)
             for fqn, cuts in self.cuts.items()
+            if fqn in parameters
         }
 
     def part(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,13 @@ class _OverlappedLinear(torch.autograd.Function):
         ctx.options = options
         # Frozen parts: the gradient of one needs the other.
         ctx.save_for_backward(tensor if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        return plain_linear(tensor, weight, bias, is_transposed=options.is_transposed)
+        if bias is None or tensor.dim() <= 2:
+            return plain_linear(tensor, weight, bias, is_transposed=options.is_transposed)
+        # torch's own product with a bias comes as a view, which a function may not return to be written in place.
+        columns = weight if options.is_transposed else weight.t()
+        output = torch.empty(*tensor.shape[:-1], columns.shape[1], dtype=tensor.dtype, device=tensor.device)
+        torch.addmm(bias, tensor.reshape(-1, tensor.shape[-1]), columns, out=output.view(-1, columns.shape[1]))
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -27,7 +27,7 @@ from hybrid.tensor.entry import Entry
 from hybrid.tensor.head import VocabParallelHead
 from hybrid.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from hybrid.tensor.region import CutRegion
-from hybrid.tensor.sequence import cut_between, gather_at_entry, refuse_hidden_states
+from hybrid.tensor.sequence import gather_at_entry, gather_at_exit, refuse_hidden_states, scatter_at_entry
 
 __all__ = ["adopt_modules", "cut_parameters", "is_cut_by_hand", "planned_cuts"]
 
@@ -50,7 +50,9 @@ def planned_cuts(model: nn.Module, facts: ModelFacts | None, plan: TensorPlan | 
         for fqn, rule in plan.rules.items():
             known = facts.by_fqn[fqn]
             for name, cut in rule.cuts(known, rank=group.rank, degree=group.size).items():
-                own[facts.first_names[known.parameter_fqn(name)]] = cut
+                fqn_here = known.parameter_fqn(name)
+                # By each name: a pipeline stage may know a tied parameter by another one than the first.
+                own[facts.first_names[fqn_here]] = own[fqn_here] = cut
     else:
         first = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         for module in model.modules():
@@ -95,6 +97,8 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts) -> None:
     dims = _sequence_dims(modules, plan)
     entries: dict[tuple[str, bool, int], Entry] = {}
     for fqn, rule in plan.rules.items():
+        if fqn not in modules:
+            continue  # on another pipeline stage
         module = modules[fqn]
         # A plan without sequence parallel, and what lies outside the blocks, works on whole sequences.
         dim = dims.get(fqn) if rule.in_blocks else None
@@ -132,19 +136,20 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts) -> None:
                     cast(nn.MultiheadAttention, module),
                     group=group,
                     region=region,
-                    sequence_dim=dim,
+                    sequence_dim=1 if dim == -2 else dim,
                     memory_is_whole=True,
                 )
     for fqn, values in plan.attributes.items():
-        for name, value in values.items():
+        for name, value in values.items() if fqn in modules else ():
             if not _set_by_adoption(plan.rules.get(fqn), name):
                 setattr(modules[fqn], name, value)
     for stack in plan.blocks:
-        dim = dims[stack[0]]
-        ends = ((stack[0], modules[stack[0]]), (stack[-1], modules[stack[-1]]))
-        cut_between(*ends, group=group, dim=dim, region=region)
+        if stack[0] in modules:  # else on another pipeline stage, as what crosses a boundary in between is cut
+            scatter_at_entry(modules[stack[0]], stack[0], group=group, dim=dims[stack[0]], region=region)
+        if stack[-1] in modules:
+            gather_at_exit(modules[stack[-1]], stack[-1], group=group, dim=dims[stack[-1]], region=region)
     for fqn in plan.gather_at:
-        if fqn not in plan.rules:  # a column layer or an attention gathers by itself
+        if fqn not in plan.rules and fqn in modules:  # a column layer or an attention gathers by itself
             gather_at_entry(modules[fqn], fqn, group=group, dim=dims[fqn])
     if plan.sequence_parallel:
         refuse_hidden_states(model)

@@ -22,7 +22,7 @@ from hybrid.errors import ModelError
 from hybrid.tensor.linear import check_sequence
 from hybrid.tensor.region import CutRegion
 
-__all__ = ["cut_between", "gather_at_entry", "refuse_hidden_states"]
+__all__ = ["gather_at_entry", "gather_at_exit", "refuse_hidden_states", "scatter_at_entry"]
 
 # Names of the activation where it is given by keyword.
 _NAMES = ("hidden_states", "x", "src", "tgt", "input", "inputs", "query")
@@ -37,17 +37,20 @@ def gather_at_entry(module: nn.Module, name: str, *, group: Group, dim: int) -> 
     module.register_forward_pre_hook(_on_activation(name, gather), with_kwargs=True)
 
 
-def cut_between(
-    first: tuple[str, nn.Module], last: tuple[str, nn.Module], *, group: Group, dim: int, region: CutRegion
-) -> None:
-    """Cut the sequence where the first block begins, and make it whole where the last one ends."""
-    name, block = first
+def scatter_at_entry(block: nn.Module, name: str, *, group: Group, dim: int, region: CutRegion) -> None:
+    """Cut the sequence where the first block begins."""
 
     def scatter(tensor: torch.Tensor) -> torch.Tensor:
         check_sequence(tensor, dim, group)
         if block.training:
             region.enter(tensor.device)
         return scatter_to(tensor, group=group, dim=dim)
+
+    block.register_forward_pre_hook(_on_activation(name, scatter), with_kwargs=True, prepend=True)
+
+
+def gather_at_exit(block: nn.Module, name: str, *, group: Group, dim: int, region: CutRegion) -> None:
+    """Make the sequence whole where the last block ends."""
 
     def gather(module: nn.Module, args: Any, output: Any) -> Any:
         region.leave()
@@ -60,12 +63,11 @@ def cut_between(
         if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
             return type(output)([whole(output[0]), *output[1:]])
         raise ModelError(
-            f"sequence parallel: block {last[0]!r} returns a {type(output).__name__}, and its activation cannot be "
-            "told; return a tensor, or a tuple whose first item it is, or set sequence_parallel to False"
+            f"sequence parallel: block {name!r} returns a {type(output).__name__}, and its activation cannot be told; "
+            "return a tensor, or a tuple whose first item it is, or set sequence_parallel to False"
         )
 
-    block.register_forward_pre_hook(_on_activation(name, scatter), with_kwargs=True, prepend=True)
-    last[1].register_forward_hook(gather)
+    block.register_forward_hook(gather)
 
 
 def refuse_hidden_states(model: nn.Module) -> None:

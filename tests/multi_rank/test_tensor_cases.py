@@ -395,5 +395,3 @@ def test_bc19_a_vocabulary_that_the_ranks_do_not_divide(tp: int) -> None:
     start = run_ranks(train_eleven, 4, tp, 3 if tp == 2 else 1, None)[0]
     for ranks, degree, stage in ((3, 3, 0), (4, 2, 2), (2, 2, 3)):
         run_ranks(train_eleven, ranks, degree, stage, start)
-
-

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import hybrid
-from hybrid.errors import BatchError, HybridError, ModelError, OptimizerError, StrategyError
+from hybrid.errors import BatchError, HybridError, LaunchError, ModelError, OptimizerError, StrategyError
 from tests.ranks import run_environments, run_ranks
 from tests.tensor_models import GPT, GPT_PLAN, LENGTH, WIDTH, GroupedAttention, TorchStack, build, logits_loss, tokens
 from tests.tensor_runs import own_samples, tensor_strategy, tensor_variant
@@ -115,11 +115,18 @@ REFUSED: dict[str, tuple[int, Callable[[], nn.Module], dict[str, Any], type[Hybr
         r"degree = 2 does not divide width 15 between up and down of the model; .*: 1, 3, 5, 15",
     ),
     "vocabulary": (
-        4, Words, {"plan": PAIR}, StrategyError, r"degree = 4 is more than vocabulary 3 of (wte|head); .*: 1, 2"
+        4,
+        Words,
+        {"plan": PAIR},
+        StrategyError,
+        r"degree = 4 is more than vocabulary 3 of (wte|head); .*: 1, 2",
     ),
     "heads of torch.nn": (3, lambda: TorchStack("encoder", batch_first=True), {}, StrategyError, r"3 .*num_heads=4"),
     "a pattern that matches nothing": (
-        2, *gpt(**{"blocks.*.attn.qkw": "colwise"}), StrategyError, r"'blocks\.\*\.attn\.qkw' matches no module; .*qkv"
+        2,
+        *gpt(**{"blocks.*.attn.qkw": "colwise"}),
+        StrategyError,
+        r"'blocks\.\*\.attn\.qkw' matches no module; .*qkv",
     ),
     "patterns that overlap": (
         2,
@@ -128,14 +135,23 @@ REFUSED: dict[str, tuple[int, Callable[[], nn.Module], dict[str, Any], type[Hybr
         r"'blocks\.\*\.attn\.proj' and 'blocks\.0\.attn\.proj' both match blocks\.0\.attn\.proj",
     ),
     "a style that does not fit": (
-        2, *gpt(norm="colwise"), StrategyError, r"'norm': 'colwise' does not fit norm \(LayerNorm\); styles that do"
+        2,
+        *gpt(norm="colwise"),
+        StrategyError,
+        r"'norm': 'colwise' does not fit norm \(LayerNorm\); styles that do",
     ),
     "a style that nobody knows": (2, *gpt(head="colwize"), StrategyError, r"'colwize'; did you mean 'colwise'"),
     "a key that nobody knows": (
-        2, *gpt(**{QKV: {"style": "colwise", "fusd": 3}}), StrategyError, r"unknown key 'fusd'; did you mean 'fused'"
+        2,
+        *gpt(**{QKV: {"style": "colwise", "fusd": 3}}),
+        StrategyError,
+        r"unknown key 'fusd'; did you mean 'fused'",
     ),
     "parts that do not divide": (
-        2, *gpt(**{QKV: {"style": "colwise", "fused": 5}}), StrategyError, r"fused = 5 .*does not divide its width 48"
+        2,
+        *gpt(**{QKV: {"style": "colwise", "fused": 5}}),
+        StrategyError,
+        r"fused = 5 .*does not divide its width 48",
     ),
     "attributes that are not there": (
         2,
@@ -144,14 +160,28 @@ REFUSED: dict[str, tuple[int, Callable[[], nn.Module], dict[str, Any], type[Hybr
         r"'n_heads'.*known: .*num_heads",
     ),
     "a column without its row": (
-        2, NormBetween, {"plan": {"up": "colwise"}}, HybridError, r"up is 'colwise' .*no 'rowwise' layer"
+        2,
+        NormBetween,
+        {"plan": {"up": "colwise"}},
+        HybridError,
+        r"up is 'colwise' .*no 'rowwise' layer",
     ),
     "a row without its column": (
-        2, NormBetween, {"plan": {"down": "rowwise"}}, HybridError, r"down is 'rowwise' .*no 'colwise' layer"
+        2,
+        NormBetween,
+        {"plan": {"down": "rowwise"}},
+        HybridError,
+        r"down is 'rowwise' .*no 'colwise' layer",
     ),
     "a norm between": (2, NormBetween, {"plan": PAIR}, HybridError, r"between normalises over the whole width of 16"),
     "a forward of its own": (2, Odd, {"plan": PAIR}, HybridError, r"up \(Subclass\) has a forward .* of its own"),
-    "tied layers cut differently": (2, TiedToBody, {"plan": PAIR}, HybridError, r"are one parameter and must be cut alike"),
+    "tied layers cut differently": (
+        2,
+        TiedToBody,
+        {"plan": PAIR | {"again": "replicated"}},
+        HybridError,
+        r"are one parameter and must be cut alike",
+    ),
     "a model without rules": (2, GPT, {}, HybridError, r"(?s)no rule is known .*blocks\.\*\.attn\.qkv: 16 -> 48.*plan"),
     "experts": (2, Mixture, {"plan": PAIR}, HybridError, r"mlp \(Router\) is a mixture of experts|expert"),
     "sequence parallel without blocks": (
@@ -169,11 +199,21 @@ REFUSED: dict[str, tuple[int, Callable[[], nn.Module], dict[str, Any], type[Hybr
         r"lora_a",
     ),
     "sequence parallel at degree 1": (
-        1, GPT, {"sequence_parallel": True}, StrategyError, r"sequence_parallel does nothing with .*degree of 1"
+        1,
+        GPT,
+        {"sequence_parallel": True},
+        StrategyError,
+        r"sequence_parallel does nothing with .*degree of 1",
     ),
     "a plan at degree 1": (1, *gpt(), StrategyError, r"plan does nothing with .*degree of 1"),
     "verify at degree 1": (1, GPT, {"verify": True}, StrategyError, r"verify does nothing with .*degree of 1"),
-    "Mixtral": (2, mixtral, {}, HybridError, r"model\.layers\.0\.mlp \(MixtralSparseMoeBlock\) is a mixture of experts"),
+    "Mixtral": (
+        2,
+        mixtral,
+        {},
+        HybridError,
+        r"model\.layers\.0\.mlp \(MixtralSparseMoeBlock\) is a mixture of experts",
+    ),
     "a degree that does not divide the ranks": (8, *gpt(), StrategyError, r"8"),
 }
 
@@ -325,19 +365,20 @@ def test_gradients_of_whole_size() -> None:
 
 
 def check_nodes() -> str:
-    import os
-
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    """The second of four ranks, alone: it warns, and then nobody comes."""
+    strategy = tensor_strategy(4, plan=GPT_PLAN, timeout_seconds=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with tensor_variant(2, plan=GPT_PLAN) as strategy:
+        with pytest.raises(LaunchError):
             hybrid.distributed_model(build("gpt"), strategy)
     return "\n".join(str(warning.message) for warning in caught)
 
 
 def test_more_ranks_than_a_node_has() -> None:
-    for text in run_ranks(check_nodes, 2):
-        assert re.search(r"degree 2 is more than the 1 ranks of this node", text), text
+    environment = {**launched(4), "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    (report,) = run_environments(check_nodes, [environment], timeout_seconds=30)
+    assert not report.failed, report.traceback
+    assert re.search(r"degree 4 is more than the 2 ranks of this node", report.value), report.value
 
 
 # -- a width in the code ---------------------------------------------------------------------------------------------

@@ -138,8 +138,10 @@ def masks(sequence_parallel: bool, recompute: str | None) -> tuple[dict[str, lis
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout):
                 module.register_forward_hook(
-                    lambda _, inputs, output, name=name: seen.setdefault(name, []).append(
-                        digest((output == 0) & (inputs[0] != 0))
+                    lambda one, inputs, output, name=name: (
+                        seen.setdefault(name, []).append(digest((output == 0) & (inputs[0] != 0)))
+                        if one.training
+                        else None
                     )
                 )
         for step in range(3):
@@ -172,8 +174,10 @@ def test_dropout(sequence_parallel: bool) -> None:
     for (seen, weights), (seen_again, weights_again) in zip(plain, again, strict=True):
         assert weights == weights_again
         for name, calls in seen.items():
-            twice = name.startswith("blocks")
-            assert sorted(seen_again[name]) == sorted(calls * 2 if twice else calls), name
+            # A recompute ends before the last operation of a block.
+            assert set(seen_again[name]) == set(calls), name
+            if name.endswith("inner_dropout"):
+                assert sorted(seen_again[name]) == sorted(calls * 2), name
     assert all(weights == plain[0][1] for _, weights in plain)
 
 
