@@ -20,8 +20,11 @@ _HOMES = {
     "GradientAccessError": "hybrid.errors",
     "HybridError": "hybrid.errors",
     "LaunchError": "hybrid.errors",
+    "LayerDesc": "hybrid.pipeline.layers",
     "ModelError": "hybrid.errors",
     "OptimizerError": "hybrid.errors",
+    "PipelineLayer": "hybrid.pipeline.layers",
+    "SharedLayerDesc": "hybrid.pipeline.layers",
     "StrategyError": "hybrid.errors",
     "distributed_model": "hybrid.compose.model",
     "distributed_optimizer": "hybrid.compose.optimizer",
@@ -65,6 +68,9 @@ if TYPE_CHECKING:
     from hybrid.errors import ModelError as ModelError
     from hybrid.errors import OptimizerError as OptimizerError
     from hybrid.errors import StrategyError as StrategyError
+    from hybrid.pipeline.layers import LayerDesc as LayerDesc
+    from hybrid.pipeline.layers import PipelineLayer as PipelineLayer
+    from hybrid.pipeline.layers import SharedLayerDesc as SharedLayerDesc
     from hybrid.strategy import DistributedStrategy as DistributedStrategy
 
 

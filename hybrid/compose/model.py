@@ -54,7 +54,7 @@ __all__ = ["DistributedModel", "distributed_model"]
 
 
 def distributed_model(
-    model: nn.Module, strategy: DistributedStrategy | None = None, *, init: InitOrder | None = None
+    model: nn.Module, strategy: DistributedStrategy | None = None, *, init: InitOrder | None = None, sample: Any = None
 ) -> DistributedModel:
     """Rewrite `model` for training over all ranks. Returns the same object, its class extended.
 
@@ -70,6 +70,8 @@ def distributed_model(
         init: for a model on the meta device, how its modules' own initialisation draws: "replay" (default) one
             parameter after the other, as building the model does; "by_name" from a seed of each parameter's name,
             which skips what this rank holds nothing of.
+        sample: an input of the first layer, by which the stages of a pipeline are balanced: the flops of each layer
+            are measured on its shapes. Without one, layers count by their parameters.
 
     Raises:
         StrategyError: settings that cannot work, or do not fit the model, all of them, before anything starts.
@@ -77,7 +79,7 @@ def distributed_model(
         ModelError: a model that cannot be trained this way; the message names the parameter.
     """
     foreseen = context.foresee(strategy)
-    planned_stages = plan_stages(model, foreseen)
+    planned_stages = plan_stages(model, foreseen, sample=sample)
     is_whole = build_layers(model, planned_stages)
     if is_whole:
         check_model(model, wrapper=DistributedModel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from hybrid.contracts.schedule import Schedule, make_schedule
 from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_evenly
 from hybrid.errors import ModelError, StrategyError
 from hybrid.mesh import Mesh
+from hybrid.pipeline.costs import layer_costs
 from hybrid.pipeline.layers import PipelineLayer
 from hybrid.pipeline.runner import PipelineRunner
 from hybrid.pipeline.stages import StagedModel, free
@@ -105,8 +106,13 @@ class Stages:
         free(list(self.elsewhere.values()))
 
 
-def plan_stages(model: nn.Module, resolved: ResolvedStrategy) -> PlannedStages | None:
+_NO_SAMPLE = "{} says which layers each chunk has, so a sample would do nothing: leave it out, or split by 'auto'"
+
+
+def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = None) -> PlannedStages | None:
     """Cut the model's layers into chunks; None without a pipeline.
+
+    `sample` is an input of the first layer: the layers' flops are measured on it, without computing anything.
 
     Raises:
         ModelError: a model that is no chain of layers.
@@ -114,6 +120,8 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy) -> PlannedStages |
     """
     settings = resolved.pipeline
     if settings is None:
+        if sample is not None:
+            raise ModelError("sample balances the stages of a pipeline, and the strategy has none: leave it out")
         return None
     num_chunks = settings.num_chunks
     schedule = make_schedule(
@@ -128,17 +136,27 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy) -> PlannedStages |
                 f"pipeline_configs.split = {settings.split!r} with a PipelineLayer, which has its own seg_method = "
                 f"{model.seg_method!r}: leave one of them out"
             )
-        return PlannedStages(chunks=model.segments(num_chunks), schedule=schedule)
+        if model.seg_method != "auto":
+            if sample is not None:
+                raise StrategyError(_NO_SAMPLE.format(f"seg_method = {model.seg_method!r}"))
+            return PlannedStages(chunks=model.segments(num_chunks), schedule=schedule)
+        try:
+            whole = list(_layers(all_on_meta(model)).values())
+        except Exception:  # a constructor that cannot run there: numbers of parameters, from what can be built
+            return PlannedStages(chunks=model.segments(num_chunks), schedule=schedule)
+        return PlannedStages(chunks=model.segments(num_chunks, _costs(model, whole, sample)), schedule=schedule)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise ModelError(
             f"pipeline parallel cuts an nn.Sequential or a hybrid.PipelineLayer, and {type(model).__name__} is "
             "neither: its forward may do anything between its layers. Write it as "
             "hybrid.PipelineLayer([LayerDesc(...), ...]), or set pipeline_configs.degree = 1"
         )
-    layers = list(model.children())
+    layers = list(_layers(model).values())
     split = settings.split
+    if sample is not None and split not in {None, "auto"}:
+        raise StrategyError(_NO_SAMPLE.format(f"pipeline_configs.split = {split!r}"))
     if split is None or split == "auto":
-        chunks = split_by_costs([_cost(layer) for layer in layers], num_chunks)
+        chunks = split_by_costs(_costs(model, layers, sample), num_chunks)
     elif split == "uniform":
         chunks = split_evenly(len(layers), num_chunks)
     elif isinstance(split, str):
@@ -146,6 +164,18 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy) -> PlannedStages |
     else:
         chunks = split_by_counts(split, len(layers), num_chunks)
     return PlannedStages(chunks=tuple(chunks), schedule=schedule)
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> layer, one that is used twice under both of its names."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if name and "." not in name}
+
+
+def _costs(model: nn.Module, layers: Sequence[nn.Module], sample: Any) -> Sequence[float]:
+    if sample is not None:
+        return layer_costs(cast(nn.Sequential, model), sample).weights
+    return [_cost(layer) for layer in layers]
 
 
 def _cost(layer: nn.Module) -> float:
@@ -179,7 +209,7 @@ def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[Sta
             model.build_settings = ops.all_gather_object(model.build_settings, group=mesh.world)[0]
             model.build([i for c, layers in enumerate(planned.chunks) if c % num_stages == stage for i in layers])
     else:
-        names = [name for name, _ in model.named_children()]
+        names = list(_layers(model))
 
         def call(index: int, value: Any) -> Any:
             return model.get_submodule(names[index])(value)

@@ -90,8 +90,9 @@ class StagedModel:
         """Take the layers of other stages out of the model; returns the parameters that nothing here holds now."""
         here = {id(p) for name in self.names_here() for p in self._model.get_submodule(name).parameters()}
         gone: dict[int, nn.Parameter] = {}
-        for name, layer in list(self._model.named_children()):
-            if not self.is_here(name):
+        for name in self.names:
+            if not self.is_here(name) and hasattr(self._model, name):
+                layer = self._model.get_submodule(name)
                 gone |= {id(p): p for p in layer.parameters() if id(p) not in here}
                 self._removed[name] = layer
                 setattr(self._model, name, Elsewhere(name, self.stage_of(name)))

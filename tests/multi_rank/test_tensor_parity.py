@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.pairwise import cover, everything, missing_pairs
-from tests.tensor_runs import AMP, CLIP, STEPS, Runs, TensorCase, reference
+from tests.tensor_case import AMP, CLIP, TensorCase
+from tests.tensor_runs import STEPS, Runs, reference
 
 # (ranks, tp, shard_size); a shard_size of all data-parallel ranks is what leaving it out means.
 RANKS = ((2, 2, None), (4, 2, None), (4, 4, None), (4, 2, 1))
@@ -46,7 +47,7 @@ def allowed(choice: dict[str, Any]) -> bool:
     way = choice.get("way")
     if way == "nosync" and choice.get("amp") == "fp16-scaler":
         return False  # a plain loop has a scaler of its own (tests/multi_rank/test_loss_scaling.py)
-    return choice.get("clip") != "call" or way in {None, "nosync"} and choice.get("amp") != "fp16-scaler"
+    return choice.get("clip") != "call" or (way in {None, "nosync"} and choice.get("amp") != "fp16-scaler")
 
 
 def to_case(choice: dict[str, Any]) -> TensorCase:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.multi_rank.test_tensor_parity import runs
+from tests.tensor_case import TensorCase
 from tests.tensor_models import MODELS
-from tests.tensor_runs import Runs, TensorCase
+from tests.tensor_runs import Runs
 
 __all__ = ["runs"]  # a fixture
 
@@ -61,7 +62,7 @@ FROM_TRANSFORMERS = [case for name in TRANSFORMERS for case in default_cases(nam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_torch_nn(case: TensorCase, runs: Runs) -> None:  # noqa: F811
+def test_torch_nn(case: TensorCase, runs: Runs) -> None:
     """nn.Transformer and its parts, both orders of dims, masks, weights asked for."""
     problems = runs.problems(case)
     assert not problems, "\n".join([f"{len(problems)} differences, among them", *problems[:8]])
@@ -70,14 +71,14 @@ def test_torch_nn(case: TensorCase, runs: Runs) -> None:  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs transformers")
 @pytest.mark.parametrize("case", FROM_TRANSFORMERS, ids=lambda case: case.id)
-def test_transformers(case: TensorCase, runs: Runs) -> None:  # noqa: F811
+def test_transformers(case: TensorCase, runs: Runs) -> None:
     """Real models, tied and untied, with fewer heads of keys and values than ranks."""
     problems = runs.problems(case)
     assert not problems, "\n".join([f"{len(problems)} differences, among them", *problems[:8]])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", (*TORCH, *TRANSFORMERS))
+@pytest.mark.parametrize("name", [*TORCH, *TRANSFORMERS])
 def test_every_layout(name: str) -> None:
     if name in TRANSFORMERS and not HAS_TRANSFORMERS:
         pytest.skip("needs transformers")

@@ -1,4 +1,4 @@
-"""Values under tensor parallelism: where they start, which are dropped, what each rank holds, how whole ones are read."""
+"""Values under tensor parallelism: where they start, which are dropped, what each rank holds, how they are read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import hybrid
 from hybrid.tensor import RowParallelLinear
 from tests.multi_rank.case_runs import ONE_STEP, assert_close, weights_of
 from tests.ranks import run_plain, run_ranks
-from tests.tensor_models import GPT, GPT_PLAN, LORA_PLAN, MODELS, WIDTH, build, logits_loss, tokens
-from tests.tensor_runs import assert_copies_alike, digest, own_samples, tensor_strategy, tensor_variant
+from tests.tensor_case import tensor_strategy, tensor_variant
+from tests.tensor_gpt import GPT, GPT_PLAN, LORA_PLAN, WIDTH, logits_loss, tokens
+from tests.tensor_models import MODELS, build
+from tests.tensor_runs import assert_copies_alike, digest, own_samples
 
 # -- BC-20: initial values -------------------------------------------------------------------------------------------
 

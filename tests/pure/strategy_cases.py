@@ -57,7 +57,7 @@ def samples_of(schema: dict[str, Any]) -> list[Any]:
         case "number":
             return list(schema.get("examples", [0.25, 3.0]))
         case "array":
-            return [["Block", "Head"]]
+            return [["Block", "Head"]] if schema["items"]["type"] == "string" else [[1, 2]]
         case "string":
             return list(schema["examples"])
     return []  # null, or a section

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybrid.errors import StrategyError
 from hybrid.strategy import DistributedStrategy, GradientClipping
-from hybrid.strategy.resolved import AmpSettings, RecomputeSettings, TensorParallelSettings
+from hybrid.strategy.resolved import AmpSettings, PipelineSettings, RecomputeSettings, TensorParallelSettings
 from tests.pure.strategy_cases import refused
 
 BATCH = ("micro_batch_size", "accumulate_steps", "global_batch_size")
@@ -155,9 +155,8 @@ def test_auto_reduction_follows_the_stage(number: int, grad_reduce: str) -> None
 @pytest.mark.parametrize(
     ("given_settings", "words"),
     [
-        ({"pipeline": True, "pipeline_configs": {"degree": 2}}, ["degree = 2", "pipeline parallel"]),
         ({"hybrid_configs": {"sep_degree": 2}}, ["sep_degree = 2", "context parallel"]),
-        ({"hybrid_configs": {"pp_degree": -1, "dp_degree": 1}}, ["pp_degree = 2", "pipeline parallel"]),
+        ({"hybrid_configs": {"sep_degree": -1, "dp_degree": 1}}, ["sep_degree = 2", "context parallel"]),
     ],
 )
 def test_what_is_not_built_is_refused_with_that_word(given_settings: dict[str, Any], words: list[str]) -> None:
@@ -188,6 +187,40 @@ def test_settings_of_tensor_parallel_need_a_degree_above_1(setting: dict[str, An
 def test_a_plan_of_another_form_is_refused(plan: Any) -> None:
     with pytest.raises(StrategyError, match=r"tensor_parallel_configs\.plan = "):
         DistributedStrategy(tensor_parallel=True, tensor_parallel_configs={"degree": 2, "plan": plan})
+
+
+def test_a_pipeline_arrives_as_given() -> None:
+    """Protects every field on its way to the runtime, under our names and Fleet's."""
+    configs = {
+        "pp_degree": 2,
+        "schedule_mode": "VPP",
+        "virtual_stages": 2,
+        "accumulate_steps": 4,
+        "split": [1, 2, 2, 1],
+    }
+    resolved = DistributedStrategy(pipeline=True, accumulate_steps=4, pipeline_configs=configs).resolve(4)
+    assert resolved.pipeline == PipelineSettings(degree=2, schedule="interleaved", virtual_stages=2, split=(1, 2, 2, 1))
+    assert resolved.pipeline.num_chunks == 4
+    assert DistributedStrategy(hybrid_configs={"pp_degree": 1}).resolve(4).pipeline is None
+
+
+@pytest.mark.parametrize(
+    ("configs", "words"),
+    [
+        ({"degree": 1, "schedule": "gpipe"}, "pipeline degree of 1"),
+        ({"degree": 1, "split": "uniform"}, "pipeline degree of 1"),
+        ({"degree": 2, "schedule": "interleaved", "virtual_stages": 2, "accumulate_steps": 3}, "use 2 or 4"),
+        ({"degree": 2, "schedule": "1f1b", "virtual_stages": 2, "accumulate_steps": 4}, "virtual_stages"),
+    ],
+)
+def test_a_pipeline_that_cannot_run_is_refused_before_anything_starts(configs: dict[str, Any], words: str) -> None:
+    refused({"pipeline": True, "pipeline_configs": configs}, 4, words)
+
+
+@pytest.mark.parametrize("split", ["half", "layer:", [], [0, 2], ["a"], 3])
+def test_a_split_of_another_form_is_refused(split: Any) -> None:
+    with pytest.raises(StrategyError, match=r"pipeline_configs\.split = "):
+        DistributedStrategy(pipeline=True, pipeline_configs={"degree": 2, "split": split})
 
 
 def test_mixed_precision_and_recompute_arrive_as_given() -> None:

@@ -126,14 +126,16 @@ def test_what_is_no_world_size_is_refused(world_size: Any) -> None:
 def test_problems_of_unbuilt_axes_come_with_all_the_others() -> None:
     """Protects 'all problems at once': the product, the axes, the batch, the flag."""
     strategy = DistributedStrategy(
-        hybrid_configs={"mp_degree": 2, "pp_degree": 3}, gradient_merge=True, amp_configs={"level": "O2"}
+        hybrid_configs={"mp_degree": 2, "pp_degree": 3, "sep_degree": 2},
+        gradient_merge=True,
+        amp_configs={"level": "O2"},
     )
     problems = " | ".join(strategy.problems(8))
     assert problems.count("not available yet") == 1
     for words in (
-        "pp 3 × cp 1 × tp 2 = 6",
+        "pp 3 × cp 2 × tp 2 = 12",
         "amp was not set",
-        "pp_degree = 3: pipeline parallel",
+        "sep_degree = 2: context parallel",
         "gradient_merge = True",
     ):
         assert words in problems

@@ -235,9 +235,9 @@ def test_degrees_of_hybrid_configs_need_no_flag_and_open_the_section() -> None:
     strategy = DistributedStrategy(
         hybrid_configs={"pp_degree": 2}, pipeline_configs={"accumulate_steps": 4, "micro_batch_size": 2}
     )
-    problems = strategy.problems(4)
-    assert len(problems) == 1
-    assert "pipeline parallel is not available yet" in problems[0]
+    resolved = strategy.resolve(4)
+    assert resolved.pipeline is not None
+    assert (resolved.pipeline.degree, resolved.accumulate_steps, resolved.micro_batch_size) == (2, 4, 2)
 
 
 def test_the_default_order_is_said_where_it_differs_from_fleets() -> None:
