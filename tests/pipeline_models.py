@@ -43,7 +43,7 @@ __all__ = [
 
 SAMPLES, LENGTH, VOCABULARY, WIDTH = 24, 5, 13, 15
 HIDDEN = (18, 30, 18, 34, 22)
-PLAN = {"*.widen": "colwise", "*.narrow": "rowwise"}
+PLAN = {"*.widen": "colwise", "*.narrow": "rowwise", "*.scale": "replicated", "*.unused": "replicated"}
 
 # Name -> settings of amp_configs; a dtype for a run without amp.
 PRECISIONS: Mapping[str, Any] = {
@@ -53,7 +53,7 @@ PRECISIONS: Mapping[str, Any] = {
     "bf16O2": {"level": "O2"},
     "fp16": {"level": "O1", "dtype": "float16", "init_loss_scaling": 256.0},
 }
-CLIPS: Mapping[str, Any] = {"none": None, "norm": 0.5, "value": {"clip_value": 0.02}}
+CLIPS: Mapping[str, Any] = {"none": None, "norm": 0.1, "value": {"clip_value": 0.02}}
 
 
 class Block(nn.Module):
@@ -181,9 +181,13 @@ def pipeline_strategy(
     if tp > 1:
         strategy.tensor_parallel, strategy.tensor_parallel_configs = True, {"degree": tp, "plan": PLAN}
     names = ("shard_size", "bucket_bytes", "grad_reduce", "overlap_comm", "partition", "overlap_param_gather")
-    sharding = {name: settings.pop(name) for name in names if settings.get(name) is not None}
+    sharding = {name: settings.pop(name) for name in names if name in settings}
     if stage is not None:
-        strategy.sharding, strategy.sharding_configs = True, {"stage": stage, "bucket_bytes": 3000, **sharding}
+        strategy.sharding, strategy.sharding_configs = True, {
+            "stage": stage,
+            "bucket_bytes": 3000,
+            **{name: value for name, value in sharding.items() if value is not None},
+        }
     if (amp := settings.pop("amp", None)) is not None:
         strategy.amp, strategy.amp_configs = True, amp
     if policy := settings.pop("recompute", None):

@@ -97,7 +97,7 @@ class TensorCase:
 def tensor_strategy(
     tp: int, *, stage: int | None = None, plan: Mapping[str, Any] | None = None, **settings: Any
 ) -> hybrid.DistributedStrategy:
-    """In one line; `sequence_parallel`, `shard_size`, `bucket_bytes` and `recompute` (a policy) go where they belong."""
+    """In one line; `sequence_parallel`, `verify`, `shard_size`, `bucket_bytes`, `recompute` are put in place."""
     strategy = hybrid.DistributedStrategy()
     strategy.timeout_seconds = 20
     strategy.tensor_parallel = True

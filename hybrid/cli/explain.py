@@ -18,6 +18,7 @@ from hybrid.strategy import DistributedStrategy
 from hybrid.strategy.explain import Explanation, Row, explanation
 from hybrid.strategy.live_model import build
 from hybrid.strategy.model_table import ModelTable
+from hybrid.strategy.stage_table import StageTable
 
 __all__ = ["explain"]
 
@@ -41,7 +42,8 @@ def explain(
         typer.Option(
             "--model",
             metavar="MODULE:FACTORY",
-            help="A function or class that makes the model, as package.module:name; shows what becomes of each weight.",
+            help="A function or class that makes the model, or (model, sample), as package.module:name; shows what "
+            "becomes of each weight, and the stages of a pipeline.",
             show_default=False,
         ),
     ] = None,
@@ -54,7 +56,9 @@ def explain(
 
     With --world-size the degrees, the rank groups of each axis and the batch sizes are worked out, and all
     problems are listed (exit code 2). With --model every parameter is listed with its shape, its shape on each rank,
-    and the rule that says so; the model is built on the meta device, so its size does not matter.
+    and the rule that says so; with a pipeline also the layers, parameters, flops and micro-batches of each stage, and
+    the bubble. The model is built on the meta device, so its size does not matter. Flops are counted on the sample, an
+    input of the model, if the function returns (model, sample).
 
     \b
     Examples:
@@ -76,8 +80,8 @@ def explain(
         raise typer.BadParameter("give a strategy file, or --schema", param_hint="STRATEGY_FILE")
     try:
         strategy = DistributedStrategy.load(strategy_file, world_size=world_size)
-        built, note = (None, "") if model is None else build(model)
-        told = explanation(strategy, world_size, model=built, note=note)
+        built, sample, note = (None, None, "") if model is None else build(model)
+        told = explanation(strategy, world_size, model=built, sample=sample, note=note)
     except (StrategyError, ModelError) as error:
         problems = error.problems if isinstance(error, StrategyError) else (str(error),)
         _print_problems(problems, json_output=json_output)
@@ -140,21 +144,26 @@ def _print_tables(told: Explanation) -> None:
 
 
 def _print_model(model: ModelTable, console: Console) -> None:
-    lines = model.lines()
-    widths = [max(cell_len(cell) for cell in column) for column in zip(model.header, *lines, strict=True)]
-    console.print()
-    if sum(widths) + 2 * len(widths) > console.width and not console.is_terminal:
-        typer.echo(model.to_text())  # in a file or a pipe no line is folded
+    stages = [] if model.stages is None else [model.stages]
+    parts: list[ModelTable | StageTable] = [model, *stages]
+    widths = [
+        sum(max(map(cell_len, column)) + 2 for column in zip(part.header, *part.lines(), strict=True)) for part in parts
+    ]
+    if max(widths) > console.width and not console.is_terminal:
+        typer.echo(f"\n{model.to_text()}")  # in a file or a pipe no line is folded
         return
-    table = Table(title=f"Model {model.class_name}", title_justify="left", box=None, pad_edge=False)
-    for index, name in enumerate(model.header):
-        table.add_column(name, no_wrap=index in {1, 2}, overflow="fold", style="bold" if index == 0 else None)
-    for line in lines:
-        color = "dim" if len(line) > 2 and line[1] == line[2] else ""
-        table.add_row(*map(escape, line), style=color)
-    console.print(table)
-    for remark in model.remarks():
-        console.print(f"note: {escape(remark)}", soft_wrap=True)
+    for part in parts:
+        console.print()
+        title = part.title[:1].upper() + part.title[1:]
+        table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
+        for index, name in enumerate(part.header):
+            table.add_column(name, no_wrap=index in {1, 2}, overflow="fold", style="bold" if index == 0 else None)
+        for line in part.lines():
+            color = "dim" if isinstance(part, ModelTable) and len(line) > 2 and line[1] == line[2] else ""
+            table.add_row(*map(escape, line), style=color)
+        console.print(table)
+        for remark in part.remarks():
+            console.print(f"note: {escape(remark)}", soft_wrap=True)
 
 
 def _table(rows: Sequence[Row], *, title: str | None, value_width: int | None) -> Table:

@@ -126,11 +126,15 @@ def ensure(strategy: DistributedStrategy | None, *, at_init: bool = False) -> Sc
 
 def _warn_of_slow_links(resolved: ResolvedStrategy, environment: LaunchEnvironment | None) -> None:
     tp = resolved.layout.degree("tp")
-    if environment is not None and environment.launched and tp > environment.local_world_size:
+    if environment is not None:
+        local = environment.local_world_size if environment.launched else tp
+    else:  # somebody else started the process group
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")
+        local = int(said) if said.isdecimal() and int(said) > 0 else tp
+    if tp > local:
         warnings.warn(
-            f"tensor-parallel degree {tp} is more than the {environment.local_world_size} ranks of this node: every "
-            f"layer then waits for the network between nodes; use at most {environment.local_world_size}, and "
-            "sharding over the nodes",
+            f"tensor-parallel degree {tp} is more than the {local} ranks of this node: every layer then waits for the "
+            f"network between nodes; use at most {local}, and sharding over the nodes",
             stacklevel=4,
         )
 

@@ -89,6 +89,12 @@ def plan_tensor_parallel(
         layout = sequence_layout(facts, rules, whole | draft.left, problems)
         partial = dict(layout.partial) | partial
         rules = {fqn: replace(rule, in_blocks=fqn in layout.inside) for fqn, rule in rules.items()}
+        split = dict.fromkeys(general(f) for f, r in rules.items() if r.in_blocks and r.split_input)
+        if split:
+            problems.setting(
+                "tensor_parallel_configs.sequence_parallel: between the blocks each rank has a part of the sequence, "
+                f"and {', '.join(split)} takes a whole input to split by features; set sequence_parallel to False"
+            )
     problems.raise_all()
     replicated = dict(_reasons(facts, rules, draft, cuts, partial))
     return TensorPlan(

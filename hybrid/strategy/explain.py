@@ -115,9 +115,16 @@ class Explanation:
 
 
 def explanation(
-    strategy: DistributedStrategy, world_size: int | None = None, *, model: Model | None = None, note: str = ""
+    strategy: DistributedStrategy,
+    world_size: int | None = None,
+    *,
+    model: Model | None = None,
+    sample: Any = None,
+    note: str = "",
 ) -> Explanation:
     """The table of a strategy, and of a model under it; `note` is shown with the model.
+
+    `sample` is an input of the model, on which the flops of the stages of a pipeline are counted.
 
     Raises:
         StrategyError: all problems, those of the model among them; a table of values that cannot run would mislead.
@@ -128,11 +135,12 @@ def explanation(
     table = None
     if model is not None:
         try:
-            table = model_table(model, result, note=note)
+            table = model_table(model, result, note=note, sample=sample)
         except (StrategyError, ModelError) as error:
             if not problems:
                 raise
-            problems += error.problems if isinstance(error, StrategyError) else [str(error)]
+            more = error.problems if isinstance(error, StrategyError) else [str(error)]
+            problems += [problem for problem in more if problem not in problems]
     if problems:
         raise StrategyError(problems)
     return Explanation(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.errors import ModelError, StrategyError
+from hybrid.strategy.resolved import PipelineSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +21,26 @@ if TYPE_CHECKING:
 else:
     Model = Any
 
-__all__ = ["Model", "build", "facts_of", "is_module", "units_of"]
+__all__ = ["LayerFacts", "Model", "build", "chunks_of", "facts_of", "is_module", "layers_of", "units_of", "whole"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """One layer of a chain.
+
+    Args:
+        name: in the model.
+        class_name: of what it is, or is built from.
+        parameters: first name in this layer -> (which parameter of the model it is, its elements).
+        forward_flops: of the sample; None where they were not measured.
+        weight: what it counts when layers are balanced.
+    """
+
+    name: str
+    class_name: str
+    parameters: dict[str, tuple[int, int]]
+    forward_flops: int | None
+    weight: float
 
 
 def is_module(value: object) -> TypeGuard[Model]:
@@ -33,6 +56,84 @@ def facts_of(model: Model) -> ModelFacts:
     return read_facts(model)
 
 
+def whole(model: Model) -> tuple[Model, str]:
+    """The model with all of its layers; of a PipelineLayer that is not built a copy, and a note if it takes memory.
+
+    Raises:
+        ModelError: a layer that cannot be built at all.
+    """
+    from hybrid.pipeline.layers import PipelineLayer  # torch comes with it, as below
+
+    if not isinstance(model, PipelineLayer) or model.is_built:
+        return model, ""
+    try:
+        return copy.deepcopy(model).build(device="meta"), ""
+    except ModelError:
+        raise
+    except Exception as error:
+        note = f"built in full, since a layer cannot be built on the meta device ({_shown(error)})"
+    try:
+        return copy.deepcopy(model).build(), note
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"a layer of the model cannot be built: {_shown(error)}") from error
+
+
+def chunks_of(model: Model, settings: PipelineSettings, *, sample: Any = None) -> tuple[range, ...]:
+    """The layers of each chunk, as `distributed_model` will cut them.
+
+    Raises:
+        StrategyError: fewer layers than chunks, counts that do not add up, ...
+        ModelError: a model that is no chain of layers.
+    """
+    from hybrid.compose.pipeline import plan_stages
+
+    is_balanced = getattr(model, "seg_method", settings.split) in {None, "auto"}
+    # No schedule is asked for here: a number of micro-batches with which any of them can be made.
+    asked: Any = SimpleNamespace(pipeline=settings, accumulate_steps=settings.degree)
+    planned = plan_stages(model, asked, sample=sample if is_balanced else None)
+    assert planned is not None  # it has a pipeline
+    return planned.chunks
+
+
+def layers_of(model: Model, *, sample: Any = None) -> tuple[tuple[LayerFacts, ...], str]:
+    """The layers of a chain that has all of them, and why their flops are not known if they are not.
+
+    Raises:
+        ModelError: a sample that is no tree of tensors.
+    """
+    from hybrid.pipeline.costs import layer_costs
+    from hybrid.pipeline.layer_desc import layer_name
+
+    named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name and "." not in name}
+    classes = getattr(model, "layer_names", lambda: [layer_name(layer) for layer in named.values()])()
+    flops: list[int | None] = [None] * len(named)
+    weights = [_weight(layer) for layer in named.values()]
+    note = "without a sample a layer counts by the parameters that it multiplies with; give one to count flops"
+    if sample is not None:
+        costs = layer_costs(model, sample)  # type: ignore[arg-type]  # a chain, by now
+        flops, weights, note = [one.forward_flops for one in costs.layers], list(costs.weights), costs.note
+    return tuple(
+        LayerFacts(
+            name=name,
+            class_name=class_name,
+            parameters={f"{name}.{fqn}": (id(held), held.numel()) for fqn, held in layer.named_parameters()},
+            forward_flops=count,
+            weight=weight,
+        )
+        for (name, layer), class_name, count, weight in zip(named.items(), classes, flops, weights, strict=True)
+    ), note
+
+
+def _weight(layer: Model) -> float:
+    """Without a sample; as `compose.pipeline` balances then."""
+    from torch import nn
+
+    looked_up = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+
+
 def units_of(model: Model, class_names: list[str] | None) -> tuple[str, ...]:
     """Names of the modules that ZeRO gathers, frees and reduces as one.
 
@@ -44,8 +145,10 @@ def units_of(model: Model, class_names: list[str] | None) -> tuple[str, ...]:
     return tuple(unit.name for unit in plan_units(model, class_names=class_names))
 
 
-def build(reference: str) -> tuple[Model, str]:
-    """The model that `package.module:factory` makes, on the meta device where it can; and a note if it could not.
+def build(reference: str) -> tuple[Model, Any, str]:
+    """The model that `package.module:factory` makes, on the meta device where it can, and a note if it could not.
+
+    In between the sample, where the factory returns (model, sample); else None.
 
     Raises:
         StrategyError: no such module or factory, or it makes no model.
@@ -67,22 +170,26 @@ def build(reference: str) -> tuple[Model, str]:
     except AttributeError as error:
         raise StrategyError(f"--model {reference!r}: {error}") from error
     if is_module(factory):
-        return factory, ""
+        return factory, None, ""
     if not callable(factory):
         raise StrategyError(f"--model {reference!r}: expected a function or a class, got {type(factory).__name__}")
     note = ""
     try:
         with torch.device("meta"):
-            model = factory()
+            made = factory()
     except Exception as error:
-        note = (
-            f"built in full, since {reference} cannot be built on the meta device ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no message'})"
-        )
+        note = f"built in full, since {reference} cannot be built on the meta device ({_shown(error)})"
         try:
-            model = factory()
+            made = factory()
         except Exception as second:
             raise ModelError(f"--model {reference!r}: the factory raised {type(second).__name__}: {second}") from second
+    model, sample = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not is_module(model):
-        raise StrategyError(f"--model {reference!r}: expected a torch.nn.Module, got {type(model).__name__}")
-    return model, note
+        raise StrategyError(
+            f"--model {reference!r}: expected a torch.nn.Module, got {type(made).__name__}; (model, sample) works too"
+        )
+    return model, sample, note
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

@@ -12,8 +12,10 @@ from hybrid.contracts.tensor_claims import general
 from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.contracts.tensor_plan import TABLE_HEADER, ParameterRow, TensorPlan
 from hybrid.contracts.tensor_rules import plan_tensor_parallel
-from hybrid.strategy.live_model import Model, facts_of, units_of
+from hybrid.errors import ModelError, StrategyError
+from hybrid.strategy.live_model import Model, facts_of, units_of, whole
 from hybrid.strategy.resolve import WorkedOut
+from hybrid.strategy.stage_table import StageTable, stage_table
 
 __all__ = ["ModelTable", "model_table"]
 
@@ -31,6 +33,7 @@ class ModelTable:
         attributes: (module, attribute, value in the model, value on each rank).
         units: modules that ZeRO treats as one.
         notes: what else there is to say.
+        stages: where its layers are in a pipeline; None without one.
     """
 
     class_name: str
@@ -39,6 +42,11 @@ class ModelTable:
     attributes: tuple[tuple[str, str, int, int], ...] = ()
     units: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    stages: StageTable | None = None
+
+    @property
+    def title(self) -> str:
+        return f"model {self.class_name}"
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -76,17 +84,11 @@ class ModelTable:
         yield from self.notes
 
     def to_text(self) -> str:
-        cells = [self.header, *self.lines()]
-        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-        lines = [f"model {self.class_name}"]
-        lines += [
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in cells
-        ]
-        return "\n".join([*lines, "", *(f"  - {remark}" for remark in self.remarks())])
+        return "\n\n".join([_text(self), *([] if self.stages is None else [_text(self.stages)])])
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        stages = {} if self.stages is None else {"pipeline": self.stages.to_dict()}
+        return stages | {
             "class": self.class_name,
             "tensor_parallel_degree": self.degree,
             "parameters": [
@@ -108,22 +110,42 @@ class ModelTable:
         }
 
 
-def model_table(model: Model, result: WorkedOut, *, note: str = "") -> ModelTable:
-    """What the strategy, as far as it is worked out, does with this model.
+def model_table(model: Model, result: WorkedOut, *, note: str = "", sample: Any = None) -> ModelTable:
+    """What the strategy, as far as it is worked out, does with this model. `sample`: an input, to count flops on.
 
     Raises:
-        StrategyError: the plan or the degree does not fit the model; all problems in one message.
+        StrategyError: the plan or a degree does not fit the model; all problems in one message.
         ModelError: the model cannot be cut.
     """
+    given = model
+    model, whole_note = whole(given)
     facts = facts_of(model)
-    notes = [note] if note else []
+    notes = [text for text in (note, whole_note) if text]
     degree = result.choices["tp"].value or 1
     if degree == -1:
         degree = 1
         notes.append("the tensor-parallel degree follows from the world size: give it to see what is cut")
+    if result.choices["pp"].value == -1:
+        notes.append("the number of pipeline stages follows from the world size: give it to see the stages")
+    errors: list[StrategyError | ModelError] = []
+    stages, plan = None, None
+    try:
+        stages = stage_table(given, model, result, sample=sample)
+    except (StrategyError, ModelError) as error:
+        errors.append(error)
+    try:
+        plan = _plan(facts, result, degree)
+    except (StrategyError, ModelError) as error:
+        errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise StrategyError([problem for error in errors for problem in _problems(error)])
+    assert plan is not None
+    if sample is not None and stages is None:
+        notes.append("the sample is for counting what the stages of a pipeline compute, and there are none here")
     names = result.choices["units"].value
-    units = units_of(model, list(names) if names is not None else None)
-    plan = _plan(facts, result, degree)
+    units = stages.units if stages is not None else units_of(model, list(names) if names is not None else None)
     return ModelTable(
         class_name=facts.class_name,
         degree=degree,
@@ -135,7 +157,12 @@ def model_table(model: Model, result: WorkedOut, *, note: str = "") -> ModelTabl
         ),
         units=units,
         notes=tuple(notes),
+        stages=stages,
     )
+
+
+def _problems(error: StrategyError | ModelError) -> tuple[str, ...]:
+    return tuple(error.problems) if isinstance(error, StrategyError) else (str(error),)
 
 
 def _plan(facts: ModelFacts, result: WorkedOut, degree: int) -> TensorPlan:
@@ -143,6 +170,13 @@ def _plan(facts: ModelFacts, result: WorkedOut, degree: int) -> TensorPlan:
     return plan_tensor_parallel(
         facts, degree=degree, plan=values["tensor_plan"], sequence_parallel=bool(values["sequence_parallel"])
     )
+
+
+def _text(table: ModelTable | StageTable) -> str:
+    cells = [table.header, *table.lines()]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join([table.title, *(f"  {row}" for row in rows), "", *(f"  - {text}" for text in table.remarks())])
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -110,21 +110,31 @@ class DistributedStrategy(Settings):
         """What `resolve` would refuse; without a world size, what is wrong with any of them."""
         return work_out(self, world_size).problems
 
-    def explain(self, model: Model | int | None = None, world_size: int | None = None) -> str:
+    def explain(self, model: Model | int | None = None, world_size: int | None = None, *, sample: Any = None) -> str:
         """A table of every value and where it came from: the user, a default, or derived from what.
 
         With a model also what becomes of each of its parameters: shape, shape on each rank, rule and source, and why
-        what is whole stays whole. Nothing is started; the model may be on the meta device.
+        what is whole stays whole; and under a pipeline the layers, parameters and flops of each stage, how many
+        micro-batches it keeps, and the bubble. Nothing is started; the model may be on the meta device, and a
+        `PipelineLayer` need not be built.
 
             print(strategy.explain(8))
             print(strategy.explain(model, world_size=8))
+            print(strategy.explain(model, world_size=8, sample=input_ids))
+
+        Args:
+            model: a model, or the world size alone.
+            world_size: number of processes; without it degrees that follow from it stay open.
+            sample: an input of the first layer, a micro-batch best; only its shapes and types are looked at.
 
         Raises:
             StrategyError: settings that cannot work, or do not fit the model; all of them.
             ModelError: the model cannot be trained this way; without rules for it, with a plan to paste.
         """
         if is_module(model):
-            return explanation(self, world_size, model=model).to_text()
+            return explanation(self, world_size, model=model, sample=sample).to_text()
+        if sample is not None:
+            raise StrategyError("explain: a sample is an input of a model, and none is given; give the model first")
         if model is not None and world_size is not None:
             raise StrategyError(
                 f"explain: expected a torch.nn.Module and a world size, got {model!r} and {world_size!r}"

@@ -300,7 +300,7 @@ def check_sequence(tensor: torch.Tensor, dim: int, group: Group) -> None:
         near = f"{below} or {below + group.size}" if below else str(group.size)
         raise BatchError(
             f"sequence parallel: a sequence of {length} (dim {dim}) cannot be cut over tp = {group.size} ranks; "
-            f"pad or cut it to {near}"
+            f"pad or cut it to {near} (to generate token by token, set sequence_parallel to False)"
         )
 
 

@@ -27,7 +27,7 @@ from hybrid.tensor.entry import Entry
 from hybrid.tensor.head import VocabParallelHead
 from hybrid.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from hybrid.tensor.region import CutRegion
-from hybrid.tensor.sequence import gather_at_entry, gather_at_exit, refuse_hidden_states, scatter_at_entry
+from hybrid.tensor.sequence import gather_at_entry, gather_at_exit, refuse_partial_outputs, scatter_at_entry
 
 __all__ = ["adopt_modules", "cut_parameters", "is_cut_by_hand", "planned_cuts"]
 
@@ -151,8 +151,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts) -> None:
     for fqn in plan.gather_at:
         if fqn not in plan.rules and fqn in modules:  # a column layer or an attention gathers by itself
             gather_at_entry(modules[fqn], fqn, group=group, dim=dims[fqn])
-    if plan.sequence_parallel:
-        refuse_hidden_states(model)
+    refuse_partial_outputs(model, sequence_parallel=plan.sequence_parallel)
     disable_fast_paths(model)
     kept = list(entries.values())
 

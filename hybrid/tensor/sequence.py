@@ -22,7 +22,7 @@ from hybrid.errors import ModelError
 from hybrid.tensor.linear import check_sequence
 from hybrid.tensor.region import CutRegion
 
-__all__ = ["gather_at_entry", "gather_at_exit", "refuse_hidden_states", "scatter_at_entry"]
+__all__ = ["gather_at_entry", "gather_at_exit", "refuse_partial_outputs", "scatter_at_entry"]
 
 # Names of the activation where it is given by keyword.
 _NAMES = ("hidden_states", "x", "src", "tgt", "input", "inputs", "query")
@@ -70,18 +70,19 @@ def gather_at_exit(block: nn.Module, name: str, *, group: Group, dim: int, regio
     block.register_forward_hook(gather)
 
 
-def refuse_hidden_states(model: nn.Module) -> None:
-    """What a model collects between its layers would be a part of the sequence, and nothing would tell."""
+def refuse_partial_outputs(model: nn.Module, *, sequence_parallel: bool) -> None:
+    """What a model collects inside its layers would be a part of the heads or the sequence, and nothing would tell."""
+    refused = {"output_attentions": "this rank's heads only; leave it out, or run the plain model"}
+    if sequence_parallel:
+        refused["output_hidden_states"] = "a part of each sequence; leave it out, or set sequence_parallel to False"
 
     def check(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        asked = kwargs.get("output_hidden_states")
-        if asked is None:
-            asked = getattr(getattr(module, "config", None), "output_hidden_states", False)
-        if asked:
-            raise ModelError(
-                "output_hidden_states under sequence parallel would return a part of each sequence; leave it out, or "
-                "set sequence_parallel to False"
-            )
+        for name, what in refused.items():
+            asked = kwargs.get(name)
+            if asked is None:
+                asked = getattr(getattr(module, "config", None), name, False)
+            if asked:
+                raise ModelError(f"{name} under tensor parallel would return {what}")
 
     model.register_forward_pre_hook(check, with_kwargs=True)
 

@@ -12,10 +12,12 @@ import contextlib
 import functools
 import hashlib
 import math
-import traceback
+import pickle
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,18 +306,15 @@ def held_here(model: Any, tp_rank: int) -> Iterator[tuple[str, str]]:
             yield f"{fqn}{f' part {tp_rank}' if is_cut else ''}", digest(parameter.detach().clone())
 
 
-def _run_world(cases: Sequence[Case]) -> list[Record | str]:
-    """All cases of one world in turn; one that raises alike on all ranks does not take the others with it."""
-    results: list[Record | str] = []
-    for case in cases:
-        try:
-            with deferred_backend() if case.backend == "deferred" else contextlib.nullcontext():
-                results.append(train(case))
-        except Exception:
-            results.append(traceback.format_exc())
-        finally:
+def _run_world(cases: Sequence[Case], folder: str) -> None:
+    """On each rank: run the cases in turn, and leave each result in a file as soon as it is there."""
+    for index, case in enumerate(cases):
+        with deferred_backend() if case.backend == "deferred" else contextlib.nullcontext():
+            record = train(case)
             hybrid.shutdown()
-    return results
+        path = Path(folder, f"{index}-{torch.distributed.get_rank()}")
+        path.with_suffix(".part").write_bytes(pickle.dumps(record))
+        path.with_suffix(".part").rename(path)
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
@@ -331,25 +330,33 @@ class Runs:
     def problems(self, case: Case) -> list[str]:
         """Everything in which the case differs from the plain run; a world that failed is a problem too."""
         if case not in self._problems:
-            alike = [other for other in self._cases if other.world_size == case.world_size]
-            try:
-                ranks = run_ranks(
-                    _run_world, case.world_size, alike,
-                    timeout_seconds=40 + 4 * len(alike), group_timeout_seconds=30,
-                )  # fmt: skip
-            except RankFailure as error:
-                return [f"one of {len(alike)} cases: {error}"]
-            for index, other in enumerate(alike):
-                self._problems[other] = list(verify(other, [results[index] for results in ranks]))
+            self._run([other for other in self._cases if other.world_size == case.world_size])
         return self._problems[case]
 
+    def _run(self, cases: list[Case]) -> None:
+        """A case that fails takes its world with it: the ones after it get a fresh world."""
+        while cases:
+            failure, done = "", 0
+            with tempfile.TemporaryDirectory(prefix="hybrid-parity-") as folder:
+                try:
+                    run_ranks(
+                        _run_world, cases[0].world_size, cases, folder,
+                        timeout_seconds=40 + 4 * len(cases), group_timeout_seconds=30,
+                    )  # fmt: skip
+                except RankFailure as error:
+                    failure = str(error)
+                for index, case in enumerate(cases):
+                    paths = [Path(folder, f"{index}-{rank}") for rank in range(case.world_size)]
+                    if not all(path.exists() for path in paths):
+                        self._problems[case], done = [failure], index + 1
+                        break
+                    self._problems[case] = verify(case, [pickle.loads(path.read_bytes()) for path in paths])
+                    done = index + 1
+            cases = cases[done:]
 
-def verify(case: Case, ranks: Sequence[Record | str]) -> list[str]:
+
+def verify(case: Case, records: Sequence[Record]) -> list[str]:
     """Sentences about what differs: between ranks in any bit, or from the plain run by more than the table."""
-    failed = {result.strip().rpartition("\n")[2]: result for result in ranks if isinstance(result, str)}
-    if failed:
-        return list(failed.values())  # what all ranks raise is told once
-    records = [record for record in ranks if isinstance(record, Record)]
     mine, problems = records[0], list(_differences(records))
     plain = reference(case.model, case.dtype, case.clip)
     is_low = isinstance(PRECISIONS[case.precision], dict)
