@@ -150,13 +150,13 @@ def batch_of(step: int, *, length: int = LENGTH) -> tuple[torch.Tensor, torch.Te
 
 
 def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups; a large eps, so that rounding of gradients that are 0 in exact arithmetic stays small."""
+    """Two groups, also where one is empty; a large eps: rounding of gradients that are 0 in exact arithmetic stays small."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "lr": 1e-2, "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() < 2], "lr": 3e-3, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], eps=1e-3)
+    return torch.optim.AdamW(groups, eps=1e-3)
 
 
 # ---- strategies ------------------------------------------------------------------------------------------------------
@@ -183,11 +183,14 @@ def pipeline_strategy(
     names = ("shard_size", "bucket_bytes", "grad_reduce", "overlap_comm", "partition", "overlap_param_gather")
     sharding = {name: settings.pop(name) for name in names if name in settings}
     if stage is not None:
-        strategy.sharding, strategy.sharding_configs = True, {
-            "stage": stage,
-            "bucket_bytes": 3000,
-            **{name: value for name, value in sharding.items() if value is not None},
-        }
+        strategy.sharding, strategy.sharding_configs = (
+            True,
+            {
+                "stage": stage,
+                "bucket_bytes": 3000,
+                **{name: value for name, value in sharding.items() if value is not None},
+            },
+        )
     if (amp := settings.pop("amp", None)) is not None:
         strategy.amp, strategy.amp_configs = True, amp
     if policy := settings.pop("recompute", None):

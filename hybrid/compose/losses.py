@@ -10,6 +10,7 @@ from torch import nn
 
 from hybrid.compose.batch import num_samples, num_tokens
 from hybrid.errors import BatchError
+from hybrid.pipeline.layers import PipelineLayer
 
 __all__ = ["ForwardStep", "LossFunction", "add_loss", "run_forward"]
 
@@ -88,8 +89,13 @@ def _call(model: nn.Module, micro_batch: Any, loss_fn: LossFunction | None, forw
                 "forward_step(model, micro_batch)"
             )
         return loss
+    if loss_fn is None and isinstance(model, PipelineLayer):
+        loss_fn = model.loss_fn
     if isinstance(micro_batch, tuple | list) and len(micro_batch) == 2 and loss_fn is not None:
         inputs, labels = micro_batch
+        if isinstance(model, PipelineLayer):  # takes one value, also of several tensors
+            is_one = isinstance(inputs, tuple | list) and len(inputs) == 1
+            return loss_fn(model(inputs[0] if is_one else inputs), labels)
         if isinstance(inputs, Mapping):
             return loss_fn(model(**inputs), labels)
         return loss_fn(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs), labels)

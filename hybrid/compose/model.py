@@ -71,7 +71,7 @@ def distributed_model(
             parameter after the other, as building the model does; "by_name" from a seed of each parameter's name,
             which skips what this rank holds nothing of.
         sample: an input of the first layer, by which the stages of a pipeline are balanced: the flops of each layer
-            are measured on its shapes. Without one, layers count by their parameters.
+            are measured on its shapes. Without one, layers count by their parameters. (Alone, nothing is balanced.)
 
     Raises:
         StrategyError: settings that cannot work, or do not fit the model, all of them, before anything starts.
@@ -102,7 +102,10 @@ def distributed_model(
     plain = plain_copy(model, resolved)
     cuts = cut_model(model, planned, mesh) if planned is not None else None
     everything = dict(model.named_parameters())
-    stages = start_pipeline(model, layers, planned_stages, mesh) if layers is not None and planned_stages else None
+    amp_dtype = None if resolved.amp is None else resolved.amp.dtype
+    stages = None
+    if layers is not None and planned_stages is not None:
+        stages = start_pipeline(model, layers, planned_stages, mesh, amp_dtype=amp_dtype)
     units = plan_units(model, class_names=resolved.units) if stages is None else stages.units(model)
     parameters = named_once(model, stages)
     records = placements(model, parameters, cuts, stages)

@@ -294,6 +294,13 @@ def _drop_elsewhere(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         group["params"] = [p for p in group["params"] if id(p) in runtime.engine.fqn_of]
     for parameter in [p for p in optimizer.state if id(p) not in runtime.engine.fqn_of]:
         del optimizer.state[parameter]
+    counts = ops.all_gather_object(len(optimizer.param_groups), group=runtime.mesh.group("pp"))
+    if len(set(counts)) > 1:
+        raise OptimizerError(
+            f"the stages of the pipeline have {', '.join(map(str, counts))} param groups: each needs the same ones, "
+            "empty where it has no parameters of a group. Keep empty groups, or build the optimizer before "
+            "distributed_model"
+        )
 
 
 def _knows(runtime: Runtime, parameter: torch.Tensor) -> bool:

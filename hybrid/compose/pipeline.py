@@ -16,7 +16,7 @@ from hybrid.contracts.schedule import Schedule, make_schedule
 from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_evenly
 from hybrid.errors import ModelError, StrategyError
 from hybrid.mesh import Mesh
-from hybrid.pipeline.costs import layer_costs
+from hybrid.pipeline.costs import layer_costs, parameter_costs
 from hybrid.pipeline.layers import PipelineLayer
 from hybrid.pipeline.runner import PipelineRunner
 from hybrid.pipeline.stages import StagedModel, free
@@ -120,8 +120,6 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = N
     """
     settings = resolved.pipeline
     if settings is None:
-        if sample is not None:
-            raise ModelError("sample balances the stages of a pipeline, and the strategy has none: leave it out")
         return None
     num_chunks = settings.num_chunks
     schedule = make_schedule(
@@ -175,13 +173,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 def _costs(model: nn.Module, layers: Sequence[nn.Module], sample: Any) -> Sequence[float]:
     if sample is not None:
         return layer_costs(cast(nn.Sequential, model), sample).weights
-    return [_cost(layer) for layer in layers]
-
-
-def _cost(layer: nn.Module) -> float:
-    """Stands for a layer's time: multiplications per token, one per element of what is not looked up; at least 1."""
-    looked_up = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+    return parameter_costs(model, layers)
 
 
 def build_layers(model: nn.Module, planned: PlannedStages | None) -> bool:
@@ -266,10 +258,21 @@ def _join(everyone: Sequence[Sequence[_Known]], staged: StagedModel) -> WholeMod
 
 
 def start_pipeline(
-    model: nn.Module, layers: tuple[StagedModel, WholeModel], planned: PlannedStages, mesh: Mesh
+    model: nn.Module,
+    layers: tuple[StagedModel, WholeModel],
+    planned: PlannedStages,
+    mesh: Mesh,
+    *,
+    amp_dtype: str | None,
 ) -> Stages:
     """Take the layers of other stages out of the model, and make the links to the neighbours. *Collective.*"""
     staged, whole = layers
+    without = [s for s in range(staged.num_stages) if not any(s in whole.stages_of[fqn] for fqn in whole.trainable)]
+    if without and amp_dtype == "float16":
+        raise ModelError(
+            f"pipeline stage {', '.join(map(str, without))} has nothing to train, and with amp_configs.dtype = "
+            "'float16' every stage finds out by its gradients whether to skip a step: use bfloat16, or another split"
+        )
     names = _all_keys(model, staged, mesh)
     gone = staged.remove_the_rest()
     model.forward = staged.forward

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from hybrid.compose.batch import num_samples
 from hybrid.compose.losses import LossFunction, add_loss
 from hybrid.compose.runtime import Runtime
-from hybrid.contracts.schedule import Action, ActionKind
-from hybrid.errors import BatchError
+from hybrid.contracts.schedule import Action, ActionKind, Schedule, make_schedule
+from hybrid.errors import BatchError, StrategyError
 
 __all__ = ["evaluate_pipeline", "reduces_after", "train_pipeline"]
 
@@ -38,12 +39,15 @@ def train_pipeline(
     stages, reducer, strategy = runtime.stages, runtime.engine.reducer, runtime.strategy
     assert stages is not None
     loss_fn = _loss_function(runtime, loss_fn)
+    micro_batches = [micro_batch for micro_batch in micro_batches if num_samples(micro_batch) > 0]
+    pairs = [_pair(micro_batch) for micro_batch in micro_batches]
+    schedule = _schedule(stages.schedule, len(pairs))
     last = len(micro_batches) - 1
     reducing: list[AbstractContextManager[None]] = []
 
     def loss(micro_batch: int, output: Any) -> torch.Tensor:
-        labels = _pair(micro_batches[micro_batch])[1]
-        loss_sum = add_loss(loss_fn(output, labels), micro_batches[micro_batch], totals, strategy.loss_reduction)
+        loss = loss_fn(output, pairs[micro_batch][1])
+        loss_sum = add_loss(loss, micro_batches[micro_batch], totals, strategy.loss_reduction)
         return loss_sum if scaler is None else scaler.scale(loss_sum)
 
     def before_backward(action: Action) -> None:
@@ -59,8 +63,8 @@ def train_pipeline(
 
     try:
         stages.runner.run(
-            stages.schedule.actions[stages.staged.stage],
-            inputs=lambda micro_batch: _pair(micro_batches[micro_batch])[0],
+            schedule.actions[stages.staged.stage] if schedule is not None else (),
+            inputs=lambda micro_batch: pairs[micro_batch][0],
             loss=loss,
             before_backward=before_backward,
             after_backward=after_backward,
@@ -78,10 +82,12 @@ def evaluate_pipeline(
     stages = runtime.stages
     assert stages is not None
     loss_fn = _loss_function(runtime, loss_fn)
+    pieces = [piece for piece in pieces if num_samples(piece) > 0]
+    pairs = [_pair(piece) for piece in pieces]
 
     def loss(micro_batch: int, output: Any) -> torch.Tensor:
-        labels = _pair(pieces[micro_batch])[1]
-        return add_loss(loss_fn(output, labels), pieces[micro_batch], totals, runtime.strategy.loss_reduction)
+        loss = loss_fn(output, pairs[micro_batch][1])
+        return add_loss(loss, pieces[micro_batch], totals, runtime.strategy.loss_reduction)
 
     stages.runner.evaluate(
         [
@@ -89,9 +95,31 @@ def evaluate_pipeline(
             for micro_batch in range(len(pieces))
             for chunk in stages.staged.chunks_here()
         ],
-        inputs=lambda micro_batch: _pair(pieces[micro_batch])[0],
+        inputs=lambda micro_batch: pairs[micro_batch][0],
         loss=loss,
     )
+
+
+def _schedule(schedule: Schedule, num_micro_batches: int) -> Schedule | None:
+    """The schedule for a batch of fewer samples than micro-batches; None for an empty one.
+
+    Raises:
+        BatchError: this schedule does not take so few.
+    """
+    if num_micro_batches in {0, schedule.num_micro_batches}:
+        return schedule if num_micro_batches else None
+    try:
+        return make_schedule(
+            schedule.name,
+            num_stages=schedule.num_stages,
+            num_micro_batches=num_micro_batches,
+            virtual_stages=schedule.virtual_stages,
+        )
+    except StrategyError as error:
+        raise BatchError(
+            f"a batch for {num_micro_batches} of {schedule.num_micro_batches} micro-batches, the others being empty: "
+            f"{error}; give a batch with at least {schedule.num_micro_batches} samples on each data-parallel rank"
+        ) from None
 
 
 def _loss_function(runtime: Runtime, given: LossFunction | None) -> LossFunction:

@@ -178,6 +178,7 @@ def _check_samples_everywhere(runtime: Runtime, micro_batches: list[Any]) -> Non
     """
     if runtime.engine.unsharder is None and runtime.stages is None:
         return
+    where, other = ("at stage 3", ", or stage 2") if runtime.stages is None else ("with a pipeline", "")
     has_samples = [float(num_samples(micro_batch) > 0) for micro_batch in micro_batches]
     ranks_with = torch.tensor(has_samples, dtype=torch.float64, device=runtime.engine.device)
     ops.all_reduce(ranks_with, group=runtime.mesh.world, control=True).wait()
@@ -185,10 +186,10 @@ def _check_samples_everywhere(runtime: Runtime, micro_batches: list[Any]) -> Non
         if 0 < count < runtime.mesh.world_size:  # empty on every rank is fine: nobody runs a forward
             own = "has samples" if has_samples[index] else "is empty"
             raise BatchError(
-                f"an empty micro-batch at stage 3: number {index + 1} of {len(micro_batches)} {own} on this rank, and "
-                f"has samples on {count:.0f} of {runtime.mesh.world_size} ranks; parameters are gathered by all ranks "
-                "for each forward, so each needs a sample. Use a sampler whose tail is not empty (tail='fold'), fewer "
-                "accumulate_steps, or stage 2"
+                f"an empty micro-batch {where}: number {index + 1} of {len(micro_batches)} {own} on this rank, and "
+                f"has samples on {count:.0f} of {runtime.mesh.world_size} ranks; all ranks work on each micro-batch "
+                "together there, so each needs a sample. Use a sampler whose tail is not empty (tail='fold'), or fewer "
+                f"accumulate_steps{other}"
             )
 
 

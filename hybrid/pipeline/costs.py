@@ -23,7 +23,7 @@ from hybrid.pipeline.layer_desc import layer_name
 from hybrid.pipeline.layers import PipelineLayer
 from hybrid.precision.tree import map_tensors
 
-__all__ = ["layer_costs"]
+__all__ = ["layer_costs", "parameter_costs"]
 
 
 def layer_costs(layers: nn.Sequential | PipelineLayer | Iterable[nn.Module], sample: Any) -> LayerCosts:
@@ -150,3 +150,19 @@ _CPU_ATTENTION = {
     for operation in shims.ATTENTION_OPERATIONS
     if operation.name().endswith("_for_cpu")
 }
+
+
+def parameter_costs(model: nn.Module, layers: Sequence[nn.Module]) -> list[float]:
+    """What stands for the layers' times without a sample: multiplications per token, one per parameter, at least 1.
+
+    A table that is looked up costs nothing; a shared one that comes again is a head, a product with all of it.
+    """
+    again: set[int] = set()
+    if isinstance(model, PipelineLayer):
+        again = {index for uses in model.shared_keys().values() for index, _ in uses[1:]}
+    costs = []
+    for index, layer in enumerate(layers):
+        tables = (module.weight for module in layer.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        looked_up = set() if index in again else {id(table) for table in tables}
+        costs.append(1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up))
+    return costs

@@ -32,6 +32,17 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
                 f"{choice.where} does nothing with a tensor-parallel degree of 1: nothing is cut; choose a degree of 2 "
                 "or more, or leave it out"
             )
+    verify, units = choices["tensor_verify"], choices["units"]
+    if choices["pp"].value not in {None, 1}:
+        if verify.given and verify.value:
+            problems.append(
+                f"{verify.said} compares whole models, and no rank of a pipeline holds one: check the plan once with a "
+                "pipeline degree of 1, and leave verify out here"
+            )
+        if units.given:
+            problems.append(
+                f"{units.where} does nothing with a pipeline, where each of its layers is a unit; leave it out"
+            )
     for name in ("schedule", "virtual_stages", "split"):
         choice = choices[name]
         if choice.given and choices["pp"].value == 1 and not (name == "virtual_stages" and choice.value == 1):

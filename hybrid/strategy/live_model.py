@@ -103,13 +103,13 @@ def layers_of(model: Model, *, sample: Any = None) -> tuple[tuple[LayerFacts, ..
     Raises:
         ModelError: a sample that is no tree of tensors.
     """
-    from hybrid.pipeline.costs import layer_costs
+    from hybrid.pipeline.costs import layer_costs, parameter_costs
     from hybrid.pipeline.layer_desc import layer_name
 
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name and "." not in name}
     classes = getattr(model, "layer_names", lambda: [layer_name(layer) for layer in named.values()])()
     flops: list[int | None] = [None] * len(named)
-    weights = [_weight(layer) for layer in named.values()]
+    weights = parameter_costs(model, list(named.values()))
     note = "without a sample a layer counts by the parameters that it multiplies with; give one to count flops"
     if sample is not None:
         costs = layer_costs(model, sample)  # type: ignore[arg-type]  # a chain, by now
@@ -124,14 +124,6 @@ def layers_of(model: Model, *, sample: Any = None) -> tuple[tuple[LayerFacts, ..
         )
         for (name, layer), class_name, count, weight in zip(named.items(), classes, flops, weights, strict=True)
     ), note
-
-
-def _weight(layer: Model) -> float:
-    """Without a sample; as `compose.pipeline` balances then."""
-    from torch import nn
-
-    looked_up = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
 
 
 def units_of(model: Model, class_names: list[str] | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +143,23 @@ def check_width() -> None:
 
 def test_a_width_in_the_code_is_named() -> None:
     run_ranks(check_width, 2)
+
+
+# -- what would come back in part ------------------------------------------------------------------------------------
+
+
+def check_partial_outputs() -> None:
+    ids = tokens(0)["ids"]
+    for sequence_parallel, name in ((False, "output_attentions"), (True, "output_hidden_states")):
+        with tensor_variant(2, plan=GPT_PLAN, sequence_parallel=sequence_parallel) as strategy:
+            model: Any = hybrid.distributed_model(build("gpt"), strategy)
+            model.config = types.SimpleNamespace(**{name: True})
+            with pytest.raises(ModelError, match=f"{name} under tensor parallel would return"):
+                model(ids)
+            setattr(model.config, name, False)
+            assert model(ids).shape == (*ids.shape, 67)
+
+
+def test_heads_and_sequences_are_not_returned_in_part() -> None:
+    """Protects `output_attentions=True` of transformers models: each rank has its own heads, and no shape tells."""
+    run_ranks(check_partial_outputs, 2)

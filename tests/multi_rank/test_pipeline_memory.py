@@ -1,0 +1,217 @@
+"""What a pipeline keeps and sends equals what its schedule and layout say, in bytes and counts."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hybrid
+from hybrid.contracts.schedule import ActionKind, make_schedule, max_in_flight
+from hybrid.contracts.schedule_transfers import Payload, transfers
+from tests.pipeline_models import own, pipeline_variant
+from tests.ranks import run_ranks
+
+WIDTH, SAMPLES, LAYERS = 64, 16, 8
+UNIT_BYTES = 4 * WIDTH * WIDTH
+ACTIVATION_BYTES = 4 * WIDTH
+
+
+class Square(nn.Module):
+    """One matrix: a unit whose gradient has a size of its own to be counted by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(value))
+
+
+def squares() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Square() for _ in range(LAYERS)))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, WIDTH, generator=generator)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def whole_gradients(stage: int, schedule: str, grad_reduce: str) -> tuple[int, int, int]:
+    """The most bytes of whole gradients seen at any gradient's arrival, of shards, and the number of looks."""
+    with pipeline_variant(
+        2, stage=stage, schedule=schedule, grad_reduce=grad_reduce, bucket_bytes=UNIT_BYTES
+    ) as strategy:
+        model: Any = hybrid.distributed_model(squares(), strategy=strategy)
+        optimizer = hybrid.distributed_optimizer(sgd(model))
+        engine = model.hybrid_runtime.engine
+        peak = looks = 0
+
+        def look(_: Any) -> None:
+            nonlocal peak, looks
+            whole = sum(b.local.numel() * b.local.element_size() for b in engine.buckets if b.local is not None)
+            in_flight = sum(b.numel() * b.element_size() for _, b, _ in engine.reducer._in_flight)
+            peak, looks = max(peak, whole + in_flight), looks + 1
+            assert engine.gradient_bytes() >= whole
+
+        for _, parameter in engine.trainable():
+            parameter.register_post_accumulate_grad_hook(look)
+        for _ in range(2):
+            model.train_batch(own(batch()), optimizer, loss_fn=functional.mse_loss)
+        held: list[int] = []
+        optimizer.register_step_pre_hook(lambda *_: held.append(engine.gradient_bytes()))
+        model.train_batch(own(batch()), optimizer, loss_fn=functional.mse_loss)
+        assert engine.gradient_bytes() == 0
+        return peak, held[0], looks
+
+
+GRADIENTS = [(stage, schedule) for stage in (2, 3) for schedule in ("gpipe", "1f1b", "interleaved")]
+
+
+def all_whole_gradients() -> dict[Any, tuple[int, int, int]]:
+    wanted = [(*pair, "every_micro_batch") for pair in GRADIENTS] + [(2, "1f1b", "last_micro_batch")]
+    return {settings: whole_gradients(*settings) for settings in wanted}
+
+
+def test_at_most_two_whole_gradients_at_a_time() -> None:
+    """Stage 2 and 3 under a pipeline: gradient memory is that of the shards, which rivals give up."""
+    for seen in run_ranks(all_whole_gradients, 4):
+        for settings, (peak, held, looks) in seen.items():
+            assert looks == 2 * 4 * LAYERS // 2, (settings, looks)
+            assert held == UNIT_BYTES * (LAYERS // 2) // 2, (settings, held)
+            if settings[2] == "every_micro_batch":
+                assert UNIT_BYTES <= peak <= 2 * UNIT_BYTES, (settings, peak)
+            else:
+                assert peak == UNIT_BYTES * LAYERS // 2, (settings, peak)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def kept(schedule: str, mb: int, pp: int) -> tuple[int, int, int]:
+    """(peak micro-batches in flight by the runner, peak of graphs alive, boundary outputs with memory at the end)."""
+    with pipeline_variant(pp, mb=mb, schedule=schedule) as strategy:
+        model: Any = hybrid.distributed_model(squares(), strategy=strategy)
+        optimizer = hybrid.distributed_optimizer(sgd(model))
+        runtime = model.hybrid_runtime
+        staged, alive = runtime.stages.staged, weakref.WeakSet()
+        # In each chunk, an activation that only its graph holds: the input of the last tanh's derivative.
+        most, sent = 0, []
+
+        def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            nonlocal most
+            alive.add(output.grad_fn)
+            most = max(most, len(alive))
+
+        def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            sent.append(weakref.ref(output))
+
+        for chunk in staged.chunks_here():
+            first, last = staged.chunks[chunk][0], staged.chunks[chunk][-1]
+            model.get_submodule(staged.names[first]).linear.register_forward_hook(count)
+            model.get_submodule(staged.names[last]).register_forward_hook(keep)
+        gc.disable()  # what only the collector frees is a cycle that keeps activations
+        try:
+            for _ in range(2):
+                model.train_batch(own(batch()), optimizer, loss_fn=functional.mse_loss)
+        finally:
+            gc.enable()
+        return runtime.stages.runner.peak_in_flight, most, sum(ref() is not None for ref in sent)
+
+
+KEPT = [("gpipe", 8, 2), ("1f1b", 8, 2), ("1f1b", 1, 2), ("interleaved", 4, 2), ("gpipe", 4, 4), ("1f1b", 8, 4),
+        ("1f1b", 3, 4), ("interleaved", 8, 4)]  # fmt: skip
+
+
+def all_kept(cases: list[tuple[str, int, int]]) -> dict[Any, tuple[int, int, int]]:
+    return {case: kept(*case) for case in cases}
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_micro_batches_kept_are_those_of_the_schedule(pp: int) -> None:
+    """Activations of a micro-batch live from its forward to its backward, not longer; sent outputs are gone."""
+    cases = [case for case in KEPT if case[2] == pp]
+    for rank, seen in enumerate(run_ranks(all_kept, pp, cases)):
+        for (name, mb, _), (counted, graphs, outputs) in seen.items():
+            schedule = make_schedule(
+                name, num_stages=pp, num_micro_batches=mb, virtual_stages=2 if name == "interleaved" else 1
+            )
+            wanted = max_in_flight(schedule, rank)
+            assert counted == wanted, (name, mb, rank, counted, wanted)
+            assert graphs == wanted, (name, mb, rank, graphs, wanted)
+            assert outputs == 0, (name, mb, rank, outputs)
+
+
+# ---- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def sent(schedule: str, mb: int, settings: dict[str, Any]) -> dict[str, int]:
+    with pipeline_variant(2, mb=mb, schedule=schedule, **settings) as strategy:
+        model: Any = hybrid.distributed_model(squares(), strategy=strategy)
+        optimizer = hybrid.distributed_optimizer(sgd(model))
+        model.train_batch(own(batch()), optimizer, loss_fn=functional.mse_loss)
+        with hybrid.trace() as recording:
+            model.train_batch(own(batch()), optimizer, loss_fn=functional.mse_loss)
+        by_axis = recording.totals()
+        return {
+            f"{axis} {op}": totals.sent_bytes
+            for axis, by_op in by_axis.items()
+            for op, totals in by_op.items()
+        } | {"pp rank": hybrid.get_mesh().coordinate("pp")}
+
+
+TRAFFIC: list[tuple[str, int, dict[str, Any]]] = [
+    ("1f1b", 4, {}),
+    ("gpipe", 3, {}),
+    ("interleaved", 4, {}),
+    ("1f1b", 4, {"stage": 2, "grad_reduce": "every_micro_batch"}),
+    ("1f1b", 4, {"stage": 2, "grad_reduce": "last_micro_batch"}),
+    ("interleaved", 4, {"stage": 2, "grad_reduce": 2}),
+    ("1f1b", 4, {"stage": 1}),
+]
+
+
+def all_sent() -> list[dict[str, int]]:
+    return [sent(*case) for case in TRAFFIC]
+
+
+def test_bytes_sent_are_those_of_layout_and_schedule() -> None:
+    """pp_forward and pp_backward by the schedule's messages; dp_shard by how often gradients are reduced."""
+    for seen in run_ranks(all_sent, 4):
+        for (name, mb, settings), found in zip(TRAFFIC, seen, strict=True):
+            schedule = make_schedule(
+                name, num_stages=2, num_micro_batches=mb, virtual_stages=2 if name == "interleaved" else 1
+            )
+            rank, wanted = found.pop("pp rank"), Counter()
+            samples = SAMPLES // 2  # per data-parallel rank
+            sizes = [samples * (index + 1) // mb - samples * index // mb for index in range(mb)]
+            for one in transfers(schedule)[rank]:
+                if one.send is not None:
+                    way = "pp_forward" if one.send.payload is Payload.ACTIVATION else "pp_backward"
+                    # Up to 1 KiB travels with the header, which is no payload of the layout.
+                    if (size := sizes[one.action.micro_batch] * ACTIVATION_BYTES) > 1024 or True:
+                        wanted[f"{way} send"] += size
+            own_bytes = UNIT_BYTES * LAYERS // 2
+            reductions = {"every_micro_batch": mb, 2: mb // 2}.get(settings.get("grad_reduce"), 1)
+            stage = settings.get("stage", 0)
+            if stage == 0:
+                wanted["dp_replicate+dp_shard all_reduce"] = own_bytes
+            else:
+                wanted["dp_shard reduce_scatter"] = reductions * own_bytes // 2
+                wanted["dp_shard all_gather"] = own_bytes // 2
+            assert found == dict(wanted), (name, mb, settings, rank)
+            assert sum(one.action.kind is ActionKind.F for one in transfers(schedule)[rank]) > 0
