@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hybrid.collectives.autograd import forget_groups
+from hybrid.collectives.channel import forget_channels
 from hybrid.collectives.group import Group
 from hybrid.collectives.handle import forget_calls
 from hybrid.collectives.ops import all_gather_object
@@ -198,3 +200,5 @@ def stop_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         forget_calls()
+        forget_groups()
+        forget_channels()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ __all__ = [
     "PLAN",
     "PRECISIONS",
     "SAMPLES",
-    "Block",
+    "Case",
     "assert_as_plain",
     "batch_of",
     "build",
@@ -53,7 +54,7 @@ PRECISIONS: Mapping[str, Any] = {
     "bf16O2": {"level": "O2"},
     "fp16": {"level": "O1", "dtype": "float16", "init_loss_scaling": 256.0},
 }
-CLIPS: Mapping[str, Any] = {"none": None, "norm": 0.1, "value": {"clip_value": 0.02}}
+CLIPS: Mapping[str, Any] = {"none": None, "norm": 0.1, "value": {"clip_value": 0.05}}
 
 
 class Block(nn.Module):
@@ -150,7 +151,7 @@ def batch_of(step: int, *, length: int = LENGTH) -> tuple[torch.Tensor, torch.Te
 
 
 def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, also where one is empty; a large eps: rounding of gradients that are 0 in exact arithmetic stays small."""
+    """Two groups, also where one is empty; a large eps keeps rounding of gradients that should be 0 small."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "lr": 1e-2, "weight_decay": 0.1},
@@ -228,6 +229,82 @@ def own(batch: Any) -> Any:
         return value
 
     return cut(batch)
+
+
+# Chunks -> layers of each, as uneven as they can be.
+UNEVEN = {2: (6, 2), 4: (1, 4, 1, 2), 8: None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run; the fields are the factors."""
+
+    pp: int
+    tp: int = 1
+    dp_shard: int = 1
+    dp_replicate: int = 1
+    zero_stage: int = 0
+    schedule: str = "1f1b"
+    mb: int = 4
+    model: str = "chain"
+    precision: str = "fp32"
+    clip: str = "none"
+    recompute: str = "none"
+    split: str = "auto"
+    built: str = "after"
+    grad_reduce: str | int = "auto"
+    backend: str = "gloo"
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp * self.dp_shard * self.dp_replicate
+
+    @property
+    def id(self) -> str:
+        layout = [f"pp{self.pp}", f"tp{self.tp}" if self.tp > 1 else "", f"dp{self.dp_shard}" * (self.dp_shard > 1)]
+        layout.append(f"rep{self.dp_replicate}" if self.dp_replicate > 1 else "")
+        words = [
+            "_".join(word for word in layout if word),
+            f"z{self.zero_stage}",
+            self.schedule,
+            f"mb{self.mb}",
+            "" if self.precision == "fp32" else self.precision,
+            self.model,
+            "" if self.clip == "none" else f"clip{self.clip}",
+            "" if self.recompute == "none" else "recompute",
+            "" if self.split == "auto" else self.split,
+            "" if self.built == "after" else "built-before",
+            "" if self.grad_reduce == "auto" else f"reduce-{str(self.grad_reduce).removesuffix('_micro_batch')}",
+            "" if self.backend == "gloo" else self.backend,
+        ]
+        return "-".join(word for word in words if word)
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """Layers of each chunk."""
+        return UNEVEN[self.pp * (2 if self.schedule == "interleaved" else 1)] if self.split == "uneven" else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        chosen = PRECISIONS[self.precision]
+        return chosen if isinstance(chosen, torch.dtype) else torch.float32
+
+    def strategy(self) -> hybrid.DistributedStrategy:
+        amp = PRECISIONS[self.precision]
+        is_listed = self.model in {"layers", "shared"}
+        return pipeline_strategy(
+            self.pp,
+            mb=self.mb,
+            schedule=self.schedule,
+            tp=self.tp,
+            stage=self.zero_stage,
+            shard_size=self.dp_shard if self.zero_stage > 0 else None,
+            grad_reduce=self.grad_reduce,
+            recompute="full" if self.recompute == "full" else None,
+            split=None if is_listed else self.counts,
+            amp=amp if isinstance(amp, dict) else None,
+            gradient_clipping=CLIPS[self.clip],
+        )
 
 
 # ---- both ways -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ __all__ = [
     "all_reduce_max",
     "all_reduce_sum",
     "copy_to",
+    "forget_groups",
     "gather_from",
     "reduce_from",
     "reduce_scatter_from",
@@ -50,6 +51,12 @@ def _number(group: Group) -> int:
         number = next(_numbers)
         _number_of[id(group)], _groups[number] = number, group
     return number
+
+
+def forget_groups() -> None:
+    """Let go of all groups: their process groups are gone, and graphs that send over them cannot be used any more."""
+    _groups.clear()
+    _number_of.clear()
 
 
 def split_sizes(size: int, num_parts: int) -> list[int]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybrid.collectives.scratch import SCRATCH, Slot
 
-__all__ = ["Channel", "channel_of", "receive", "send"]
+__all__ = ["Channel", "channel_of", "forget_channels", "receive", "send"]
 
 _HEADER_TAG = 1
 
@@ -51,6 +51,11 @@ def channel_of(process_group: dist.ProcessGroup) -> Channel:
     if channel is None:
         channel = _channels[process_group] = Channel(process_group)
     return channel
+
+
+def forget_channels() -> None:
+    """Let go of all channels, and with them of the process groups that are gone."""
+    _channels.clear()
 
 
 def send(tensor: torch.Tensor, process_group: dist.ProcessGroup, peer: int, tag: int) -> dist.Work:

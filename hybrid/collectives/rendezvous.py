@@ -22,6 +22,9 @@ _POLL_SECONDS = 0.05
 
 # A process that starts, stops and starts again must not read the keys of its first start.
 _starts = itertools.count()
+# And it meets at the store it has: one that is closed and opened again would race with its own port. By process,
+# address and port; with whether it lives here.
+_stores: dict[tuple[int, str, int], tuple[dist.Store, bool]] = {}
 
 
 def open_store(environment: LaunchEnvironment, *, timeout_seconds: float) -> tuple[dist.Store, bool]:
@@ -41,12 +44,17 @@ def open_store(environment: LaunchEnvironment, *, timeout_seconds: float) -> tup
     deadline = time.monotonic() + timeout_seconds
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = False
-    if environment.rank == 0 and not by_agent:
+    place = (os.getpid(), address, port)
+    if place in _stores:
+        store, hosts = _stores[place]
+    elif environment.rank == 0 and not by_agent:
         store, hosts = _host(environment, timeout_seconds=timeout_seconds)
     else:
         store = _connect(environment, deadline=deadline, timeout_seconds=timeout_seconds)
         if not by_agent:
             _await_host(store, environment, deadline=deadline)
+    if hosts == (environment.rank == 0) or by_agent:  # else this rank has no right to the place: it will be refused
+        _stores[place] = store, hosts
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"hybrid/{restart}/{next(_starts)}", store), hosts
 

@@ -71,6 +71,9 @@ class Unsharder:
         self._fqn_of = {id(p): fqn for bucket in buckets for fqn, p in zip(bucket.fqns, bucket.parameters, strict=True)}
         self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
         self._units = self._find_units(model, unit_names)
+        # A parameter is present, that is an ordinary one, while its own unit runs. Any other use of it goes through
+        # `bring`, also where its bucket happens to be whole: who read it must find it in backward.
+        self._parameters = {name: tuple(model.get_submodule(name).parameters()) for name in self._units}
         inside = {bucket.index for buckets in self._units.values() for bucket in buckets}
         outside = {self._bucket_of[id(p)].index for p in self._parameters_outside(model, unit_names)}
         self._around = outside | ({bucket.index for bucket in self._buckets} - inside)
@@ -163,6 +166,7 @@ class Unsharder:
         def before_unit(module: nn.Module, args: Any) -> None:
             self._active.append(name)
             self._gather(self._units[name])
+            mark_present(self._parameters[name])
             if not shims.in_backward():
                 self._this_pass.append(name)
                 self._free_idle()
@@ -174,6 +178,8 @@ class Unsharder:
         def after_unit(module: nn.Module, args: Any, output: Any) -> None:
             if name in self._active:
                 del self._active[len(self._active) - 1 - self._active[::-1].index(name)]
+            if name not in self._active and not shims.in_backward():
+                self._guard(self._parameters[name])
             if shims.in_backward():
                 return
             if torch.is_grad_enabled():
@@ -186,6 +192,12 @@ class Unsharder:
                 self._free_idle()  # a unit called by itself
 
         return after_unit
+
+    def _guard(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on a use of these is one from outside their units, save of those whose unit runs."""
+        if not self._edited:
+            running = {id(p) for active in self._active for p in self._parameters[active]}
+            mark_absent((p for p in parameters if id(p) not in running), self)
 
     def _keep_views(self, name: str, output: Any) -> None:
         """A unit that returns (a view of) its own parameter: its parent will need it in backward, before our hook."""
@@ -218,7 +230,10 @@ class Unsharder:
     def _before_model_backward(self, gradient: torch.Tensor) -> None:
         self._begin_backward()
         self._kept |= self._views
-        self._gather([self._buckets[index] for index in sorted(self._around | self._views)])
+        held = [self._buckets[index] for index in sorted(self._around | self._views)]
+        self._gather(held)
+        for bucket in held:
+            mark_present(bucket.parameters)
 
     def _before_unit_backward(self, name: str, pass_order: list[str], calls: int) -> Any:
         """`calls`: how many units had begun in that forward when this one ended."""
@@ -230,6 +245,7 @@ class Unsharder:
             before = pass_order[:calls]
             self._needed_in_backward = self._around | {b.index for unit in before for b in self._units[unit]}
             self._gather(self._units[name])
+            mark_present(self._parameters[name])
             self._free_idle()
             self._fetch_ahead(name, step=-1)
 
@@ -261,8 +277,8 @@ class Unsharder:
                 "hybrid.full_parameter(p), or model.full_state_dict() for all of them (every rank must call them)"
             )
         self._gather([bucket])
-        owners = {name for name, buckets in self._units.items() if bucket in buckets}
-        if bucket.index not in self._around and not owners & set(self._active) and torch.is_grad_enabled():
+        mark_present([parameter])
+        if bucket.index not in self._around and torch.is_grad_enabled() and not shims.in_backward():
             self._keep(bucket)
 
     def _gather(self, buckets: Iterable[Bucket]) -> None:
@@ -288,7 +304,6 @@ class Unsharder:
         if self._state[bucket.index] is ShardedState.ARRIVING:
             self._handles.pop(bucket.index).wait()
             self._state[bucket.index] = ShardedState.WHOLE
-            mark_present(bucket.parameters)
 
     def _fetch_ahead(self, name: str, *, step: int) -> None:
         """Start the gather of the units that followed (or preceded) this one in the last pass."""
@@ -348,6 +363,8 @@ class Unsharder:
     def whole(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """Inside, these buckets' parameters are whole and may be edited, on all ranks alike. Collective."""
         self._gather(sorted(buckets, key=lambda bucket: -bucket.index))
+        for bucket in buckets:
+            mark_present(bucket.parameters)
         self._edited += 1
         try:
             yield
@@ -355,9 +372,11 @@ class Unsharder:
             self._edited -= 1
             for bucket in buckets:
                 bucket.take_own_from_data()
-            if not self._edited and self._forward_depth == 0:
-                for bucket in self._buckets:
+            for bucket in self._buckets if not self._edited else ():
+                if self._forward_depth == 0:
                     self._free(bucket)
+                elif bucket.index not in self._around:
+                    self._guard(bucket.parameters)
 
     def is_whole(self, bucket: Bucket) -> bool:
         return self._state[bucket.index] is ShardedState.WHOLE

@@ -52,6 +52,8 @@ _regions: dict[tuple[int, ...], CutRegion] = {}
 def set_group_provider(provider: Callable[[], Group] | None) -> None:
     """Where layers built without a group find the tp group of the running job; None: nowhere."""
     _providers[:] = [] if provider is None else [provider]
+    if provider is None:
+        _regions.clear()
 
 
 def resolve_group(group: Group | None) -> Group:

@@ -114,6 +114,19 @@ def shapes_change() -> None:
         assert abs(by_label.loss.item() - 4.5) < 1e-6, by_label.loss
 
 
+def evaluation_comes_first() -> None:
+    """A model that was loaded to be evaluated has trained nothing yet."""
+    batch = batch_of(0)
+    wanted = cross_entropy(build("tied")(batch[0]), batch[1]).item()
+    for settings in ({"mb": 4}, {"mb": 1}, {"stage": 3, "schedule": "interleaved"}):
+        with pipeline_variant(2, timeout_seconds=4, **settings) as strategy:
+            model: Any = hybrid.distributed_model(build("tied"), strategy=strategy)
+            got = model.eval_batch(own(batch), loss_fn=cross_entropy)
+            assert abs(got.loss.item() - wanted) < 1e-5, (got, wanted)
+            assert got.count.item() == len(batch[0])
+            assert model.training
+
+
 def fewer_samples_than_micro_batches() -> None:
     """Micro-batches without a sample, on all ranks alike: no NaN, the numbers of one process."""
     assert_as_plain(lambda: mlp(4), [regression(0, samples=3), regression(1, samples=8)], functional.mse_loss, mb=4)
@@ -127,6 +140,11 @@ def test_stages_clip_by_one_norm_and_hold_every_layer_once() -> None:
 def test_micro_batches_without_a_sample_add_nothing() -> None:
     """A tail that is shorter than the number of micro-batches."""
     run_ranks(fewer_samples_than_micro_batches, 2)
+
+
+def test_evaluation_comes_first() -> None:
+    """An evaluation needs no step before it."""
+    run_ranks(evaluation_comes_first, 2)
 
 
 def test_every_number_of_micro_batches_runs() -> None:
@@ -189,7 +207,7 @@ def trees_cross() -> None:
         torch.manual_seed(1)
         return nn.Sequential(Spread(), Keep(), Keep(), Gather())
 
-    for settings in (*SCHEDULES, {"split": (1, 3)}, {"split": (3, 1), "stage": 3}):
+    for settings in ({}, {"schedule": "interleaved"}, {"split": (1, 3)}, {"split": (3, 1), "stage": 3}):
         assert_as_plain(make, [regression(step) for step in range(3)], functional.mse_loss, **settings)
 
 
@@ -264,7 +282,7 @@ def accumulation_over_calls() -> None:
     for settings in ({}, {"stage": 2, "schedule": "interleaved"}, {"stage": 3, "grad_reduce": "last_micro_batch"}):
         for loss_fn in (cross_entropy, by_tokens):
             plain = build("tied")
-            losses, norms, _ = train_plain(plain, [(tokens, labels)], loss_fn, make_adamw)
+            _, norms, _ = train_plain(plain, [(tokens, labels)], loss_fn, make_adamw)
             with pipeline_variant(2, mb=2, **settings) as strategy:
                 model: Any = hybrid.distributed_model(build("tied"), strategy=strategy)
                 optimizer = hybrid.distributed_optimizer(make_adamw(model))
@@ -376,9 +394,6 @@ def state_goes_from_layout_to_layout() -> None:
             for step in (2 * place, 2 * place + 1):
                 got.append(model.train_batch(own(batch_of(step)), optimizer, loss_fn=cross_entropy).loss.item())
             weights, states = model.full_state_dict(), optimizer.full_state_dict()
-            if layout["pp"] > 1:
-                missing = {name: value for name, value in weights.items() if name != "5.norm.weight"}
-                assert model.load_state_dict(missing, strict=False).missing_keys == ["5.norm.weight"]
     torch.testing.assert_close(got, losses, atol=1e-5, rtol=1e-5)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(weights[name], value, atol=2e-5, rtol=0)

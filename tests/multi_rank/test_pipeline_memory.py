@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 import hybrid
-from hybrid.contracts.schedule import ActionKind, make_schedule, max_in_flight
+from hybrid.contracts.schedule import make_schedule, max_in_flight
 from hybrid.contracts.schedule_transfers import Payload, transfers
 from tests.pipeline_models import own, pipeline_variant
 from tests.ranks import run_ranks
 
-WIDTH, SAMPLES, LAYERS = 64, 16, 8
+# A sample's activations are more than what travels inside a message's header.
+WIDTH, SAMPLES, LAYERS = 128, 24, 8
 UNIT_BYTES = 4 * WIDTH * WIDTH
 ACTIVATION_BYTES = 4 * WIDTH
 
@@ -91,7 +92,7 @@ def test_at_most_two_whole_gradients_at_a_time() -> None:
     """Stage 2 and 3 under a pipeline: gradient memory is that of the shards, which rivals give up."""
     for seen in run_ranks(all_whole_gradients, 4):
         for settings, (peak, held, looks) in seen.items():
-            assert looks == 2 * 4 * LAYERS // 2, (settings, looks)
+            assert looks == 3 * 4 * LAYERS // 2, (settings, looks)
             assert held == UNIT_BYTES * (LAYERS // 2) // 2, (settings, held)
             if settings[2] == "every_micro_batch":
                 assert UNIT_BYTES <= peak <= 2 * UNIT_BYTES, (settings, peak)
@@ -102,6 +103,10 @@ def test_at_most_two_whole_gradients_at_a_time() -> None:
 # ---- activations -----------------------------------------------------------------------------------------------------
 
 
+class Token:
+    """Something that can be referred to weakly."""
+
+
 def kept(schedule: str, mb: int, pp: int) -> tuple[int, int, int]:
     """(peak micro-batches in flight by the runner, peak of graphs alive, boundary outputs with memory at the end)."""
     with pipeline_variant(pp, mb=mb, schedule=schedule) as strategy:
@@ -109,12 +114,13 @@ def kept(schedule: str, mb: int, pp: int) -> tuple[int, int, int]:
         optimizer = hybrid.distributed_optimizer(sgd(model))
         runtime = model.hybrid_runtime
         staged, alive = runtime.stages.staged, weakref.WeakSet()
-        # In each chunk, an activation that only its graph holds: the input of the last tanh's derivative.
         most, sent = 0, []
 
         def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             nonlocal most
-            alive.add(output.grad_fn)
+            assert output.grad_fn is not None
+            alive.add(token := Token())
+            output.grad_fn.metadata["token"] = token  # lives as long as the graph
             most = max(most, len(alive))
 
         def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -168,9 +174,7 @@ def sent(schedule: str, mb: int, settings: dict[str, Any]) -> dict[str, int]:
             model.train_batch(own(batch()), optimizer, loss_fn=functional.mse_loss)
         by_axis = recording.totals()
         return {
-            f"{axis} {op}": totals.sent_bytes
-            for axis, by_op in by_axis.items()
-            for op, totals in by_op.items()
+            f"{axis} {op}": totals.sent_bytes for axis, by_op in by_axis.items() for op, totals in by_op.items()
         } | {"pp rank": hybrid.get_mesh().coordinate("pp")}
 
 
@@ -202,9 +206,7 @@ def test_bytes_sent_are_those_of_layout_and_schedule() -> None:
             for one in transfers(schedule)[rank]:
                 if one.send is not None:
                     way = "pp_forward" if one.send.payload is Payload.ACTIVATION else "pp_backward"
-                    # Up to 1 KiB travels with the header, which is no payload of the layout.
-                    if (size := sizes[one.action.micro_batch] * ACTIVATION_BYTES) > 1024 or True:
-                        wanted[f"{way} send"] += size
+                    wanted[f"{way} send"] += sizes[one.action.micro_batch] * ACTIVATION_BYTES
             own_bytes = UNIT_BYTES * LAYERS // 2
             reductions = {"every_micro_batch": mb, 2: mb // 2}.get(settings.get("grad_reduce"), 1)
             stage = settings.get("stage", 0)
@@ -214,4 +216,3 @@ def test_bytes_sent_are_those_of_layout_and_schedule() -> None:
                 wanted["dp_shard reduce_scatter"] = reductions * own_bytes // 2
                 wanted["dp_shard all_gather"] = own_bytes // 2
             assert found == dict(wanted), (name, mb, settings, rank)
-            assert sum(one.action.kind is ActionKind.F for one in transfers(schedule)[rank]) > 0

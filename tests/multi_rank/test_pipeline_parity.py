@@ -32,12 +32,12 @@ from tests.pipeline_models import (
     CLIPS,
     MODELS,
     PRECISIONS,
+    Case,
     batch_of,
     build,
     cross_entropy,
     make_adamw,
     own,
-    pipeline_strategy,
 )
 from tests.ranks import RankFailure, run_ranks
 
@@ -45,9 +45,6 @@ STEPS = 5
 STEPS_WITH_GRADIENTS = (0, 2)  # reading settles them, so the other steps take the way that nobody watches
 # Half precision rounds each activation: only errors of a formula (a factor, a missing sum) are far outside.
 LOW = {"loss": 2e-2, "norm": 5e-2, "gradient": 8e-2, "weight": 2e-2, "state": 0.1}
-
-# Chunks -> layers of each, as uneven as they can be.
-UNEVEN = {2: (6, 2), 4: (1, 4, 1, 2), 8: None}
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": (2, 4, 1),
@@ -69,11 +66,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 # In the default run: what the rest of the suite covers without a pipeline is left to the full run.
 DEFAULT: dict[str, tuple[Any, ...]] = FACTORS | {
-    "pp": (2, 4),
-    "model": ("chain", "thrice", "layers", "shared"),
-    "precision": ("fp32", "fp64", "bf16O2", "fp16"),
-    "grad_reduce": ("auto", "every_micro_batch", 2),
     "mb": (4, 3, 1),
+    "pp": (2, 4),
+    "model": ("thrice", "shared"),
+    "precision": ("fp64", "bf16O2", "fp16"),
+    "grad_reduce": ("auto", "every_micro_batch"),
     "clip": ("norm", "value"),
 }
 
@@ -87,6 +84,8 @@ def allowed(choice: dict[str, Any], *, most_ranks: int = 8) -> bool:
     ranks = pp * choice.get("tp", 1) * choice.get("dp_shard", 1) * choice.get("dp_replicate", 1)
     if ranks > most_ranks or (zero_stage == 0 and choice.get("dp_shard", 1) > 1):
         return False
+    if choice.get("model") == "thrice" and choice.get("tp", 1) > 1:
+        return False  # tensor parallel cuts the embedding, which its third user does not know
     if choice.get("schedule", "1f1b") == "interleaved" and (pp == 1 or mb % pp):
         return False
     if pp == 1 and (choice.get("schedule", "1f1b") != "1f1b" or choice.get("split", "auto") != "auto"):
@@ -97,78 +96,6 @@ def allowed(choice: dict[str, Any], *, most_ranks: int = 8) -> bool:
     if grad_reduce in {"every_micro_batch", 2} and zero_stage < 2:
         return False
     return not (grad_reduce == 2 and mb < 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One run; the fields are the factors."""
-
-    pp: int
-    tp: int = 1
-    dp_shard: int = 1
-    dp_replicate: int = 1
-    zero_stage: int = 0
-    schedule: str = "1f1b"
-    mb: int = 4
-    model: str = "chain"
-    precision: str = "fp32"
-    clip: str = "none"
-    recompute: str = "none"
-    split: str = "auto"
-    built: str = "after"
-    grad_reduce: str | int = "auto"
-    backend: str = "gloo"
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.tp * self.dp_shard * self.dp_replicate
-
-    @property
-    def id(self) -> str:
-        layout = [f"pp{self.pp}", f"tp{self.tp}" if self.tp > 1 else "", f"dp{self.dp_shard}" * (self.dp_shard > 1)]
-        layout.append(f"rep{self.dp_replicate}" if self.dp_replicate > 1 else "")
-        words = [
-            "_".join(word for word in layout if word),
-            f"z{self.zero_stage}",
-            self.schedule,
-            f"mb{self.mb}",
-            "" if self.precision == "fp32" else self.precision,
-            self.model,
-            "" if self.clip == "none" else f"clip{self.clip}",
-            "" if self.recompute == "none" else "recompute",
-            "" if self.split == "auto" else self.split,
-            "" if self.built == "after" else "built-before",
-            "" if self.grad_reduce == "auto" else f"reduce-{str(self.grad_reduce).removesuffix('_micro_batch')}",
-            "" if self.backend == "gloo" else self.backend,
-        ]
-        return "-".join(word for word in words if word)
-
-    @property
-    def counts(self) -> tuple[int, ...] | None:
-        """Layers of each chunk."""
-        return UNEVEN[self.pp * (2 if self.schedule == "interleaved" else 1)] if self.split == "uneven" else None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        chosen = PRECISIONS[self.precision]
-        return chosen if isinstance(chosen, torch.dtype) else torch.float32
-
-    def strategy(self) -> hybrid.DistributedStrategy:
-        amp = PRECISIONS[self.precision]
-        is_listed = self.model in {"layers", "shared"}
-        return pipeline_strategy(
-            self.pp,
-            mb=self.mb,
-            schedule=self.schedule,
-            tp=self.tp,
-            stage=self.zero_stage,
-            shard_size=self.dp_shard if self.zero_stage > 0 else None,
-            grad_reduce=self.grad_reduce,
-            recompute="full" if self.recompute == "full" else None,
-            split=None if is_listed else self.counts,
-            amp=amp if isinstance(amp, dict) else None,
-            gradient_clipping=CLIPS[self.clip],
-        )
 
 
 def full_cases(pp: int, zero_stage: int) -> Iterator[Case]:
@@ -183,11 +110,14 @@ def full_cases(pp: int, zero_stage: int) -> Iterator[Case]:
 
 
 ALLOWED = functools.partial(allowed, most_ranks=4)
-PAIRS = cover(DEFAULT, allowed=ALLOWED)
+# In this order the choice is smallest.
+ORDER = ["recompute", "tp", "dp_replicate", "model", "pp", "backend", "clip", "mb", "zero_stage", "split"]
+ORDER += ["grad_reduce", "dp_shard", "built", "schedule", "precision"]
+PAIRS = cover({name: DEFAULT[name] for name in ORDER}, allowed=ALLOWED)
 CASES = [
     *(Case(**choice) for choice in PAIRS),
-    Case(pp=2, tp=2, dp_shard=2, zero_stage=3, schedule="interleaved", model="tied", precision="bf16O1", clip="norm"),
-    Case(pp=2, dp_shard=2, dp_replicate=2, zero_stage=2, model="shared", grad_reduce="every_micro_batch", mb=3),
+    Case(pp=2, tp=2, dp_shard=2, zero_stage=3, schedule="interleaved", model="tied", clip="norm"),
+    Case(pp=2, dp_shard=2, dp_replicate=2, zero_stage=2, model="layers", grad_reduce=2, mb=3),
     Case(pp=4, dp_shard=2, zero_stage=3, model="thrice", precision="fp64", recompute="full", backend="deferred"),
 ]
 
@@ -435,8 +365,8 @@ def test_whole_product_equals_one_process(pp: int, zero_stage: int) -> None:
 
 def test_every_pair_of_settings_is_in_the_default_run() -> None:
     """The cover covers, and stays small."""
-    assert missing_pairs(PAIRS, DEFAULT, allowed=ALLOWED) == []
-    assert len(CASES) <= 24
+    assert missing_pairs(PAIRS, {name: DEFAULT[name] for name in ORDER}, allowed=ALLOWED) == []
+    assert len(CASES) <= 22
     assert len({case.id for case in CASES}) == len(CASES)
 
 
