@@ -209,6 +209,7 @@ class Bench:
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
+        deepspeed.init_distributed("gloo")
         net = PipelineModule(chain_of(self.size), num_stages=2, loss_fn=loss_fn, partition_method="type:Block")
         rows = self.size.micro_batch // self.micro_batches
         engine, *_ = deepspeed.initialize(

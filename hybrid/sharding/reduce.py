@@ -46,6 +46,17 @@ def _hooks(reducer: weakref.ref[Reducer], index: int, position: int) -> tuple[Ca
     return before, after
 
 
+def _unscaler(reducer: weakref.ref[Reducer]) -> Unscaler:
+    """What a gradient handle asks. It holds nothing, for the same reason: autograd holds `p.grad`."""
+
+    def unscale(fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        owner = reducer()
+        assert owner is not None and owner.unscaler is not None
+        owner.unscaler(fqns, found_inf, inverse_scale)
+
+    return unscale
+
+
 class Reducer:
     """Owns the hooks of all buckets and the state of the current round.
 
@@ -93,8 +104,9 @@ class Reducer:
         self._missing = [0] * len(self.buckets)
         self._arrived: list[list[bool]] = [[] for _ in self.buckets]
         self._in_flight: deque[tuple[Bucket, torch.Tensor, ops.Handle]] = deque()
+        unscale = _unscaler(weakref.ref(self))
         self.handles = {
-            fqn: GradientHandle.of(parameter, fqn=fqn, held_dtype=bucket.key.grad_dtype, unscaler=self._unscale)
+            fqn: GradientHandle.of(parameter, fqn=fqn, held_dtype=bucket.key.grad_dtype, unscaler=unscale)
             for bucket in self.buckets
             for fqn, parameter in zip(bucket.fqns, bucket.parameters, strict=True)
         }
@@ -105,10 +117,6 @@ class Reducer:
             for position in range(len(bucket.parameters))
             for remover in self._install(bucket, position)
         ]
-
-    def _unscale(self, fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        assert self.unscaler is not None
-        self.unscaler(fqns, found_inf, inverse_scale)
 
     # -- hooks -----------------------------------------------------------------------------------------
 

