@@ -18,7 +18,8 @@ from hybrid.contracts.schedule_timing import time_schedule
 
 __all__ = ["measure_bubbles"]
 
-_FORWARD_SECONDS, _BACKWARD_SECONDS = 0.04, 0.08
+# Long beside the milliseconds that a message to a sleeping process takes on a busy machine.
+_FORWARD_SECONDS, _BACKWARD_SECONDS = 0.1, 0.2
 # More than what travels inside a message's header.
 _WIDTH = 1024
 

@@ -111,7 +111,7 @@ class DemoDisplay:
         )
 
     def _table(self) -> Table:
-        """Bytes per rank: plain data parallel by formula, this run as measured where it is most."""
+        """Bytes per rank: this run as measured where it is most; plain data parallel by formula, activations measured."""
         assert self._started is not None
         assert self._finished is not None
         parameters = self._started.num_parameters * BYTES_PER_ELEMENT
@@ -127,6 +127,11 @@ class DemoDisplay:
             ("gradients", parameters, max(memory.gradient_bytes for memory in ranks)),
             ("optimizer state (AdamW)", 2 * parameters, max(memory.optimizer_bytes for memory in ranks)),
             ("together", 4 * parameters, max(memory.state_bytes for memory in ranks)),
+            (
+                "activations of a forward",
+                self._finished.plain_activation_bytes,
+                max(memory.activation_bytes or 0 for memory in ranks),
+            ),
             # A ring all-reduce of the gradients sends 2 (N-1)/N of them.
             (
                 "sent per step",

@@ -26,7 +26,7 @@ from hybrid.collectives import trace
 from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
 from hybrid.collectives.channel import receive, send
 from hybrid.collectives.group import Group
-from hybrid.errors import CollectiveError
+from hybrid.errors import CollectiveError, ModelError
 
 __all__ = ["Stream"]
 
@@ -91,15 +91,22 @@ class Stream:
             tensors: contiguous or not; what is not is copied.
             window: messages that may be under way; with more, wait until the peer has taken the oldest.
         """
-        leaves, buffers = [], []
+        leaves: list[_Leaf] = []
+        buffers: list[torch.Tensor] = []
+        inside: list[torch.Tensor] = []
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
             small = flat.numel() * flat.element_size() <= _INLINE_BYTES and len(tensors) <= 2
             raw = (flat.cpu().view(torch.uint8).numpy().tobytes() if flat.numel() else b"") if small else None
             leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, raw))
-            if raw is None:
-                buffers.append(flat)
-        body = pickle.dumps((key, description, leaves))
+            (buffers if raw is None else inside).append(flat)
+        try:
+            body = pickle.dumps((key, description, leaves))
+        except Exception as error:
+            raise ModelError(
+                f"a value that goes on to rank {self.peer_rank} cannot be sent: {error}; let the layers pass tensors, "
+                "numbers and None, in dicts, lists, tuples or dataclasses of a module"
+            ) from error
         head = body[: _SLOT_BYTES - _LENGTHS.size]
         raw_slot = bytearray(_SLOT_BYTES)
         _LENGTHS.pack_into(raw_slot, 0, len(body), 0)
@@ -110,6 +117,7 @@ class Stream:
             rest = torch.frombuffer(bytearray(body[len(head) :]), dtype=torch.uint8)
             sent.works.append(send(rest, self._headers, self._peer, _REST_TAG))
             sent.buffers.append(rest)
+        sent.calls += [Call(op="send", group=self._group, buffer=flat) for flat in inside if flat.numel()]
         for buffer in buffers:
             sent.calls.append(Call(op="send", group=self._group, buffer=buffer))
             HISTORY.append(sent.calls[-1])

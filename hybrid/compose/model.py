@@ -404,7 +404,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
         runtime = cast(DistributedModel, model).hybrid_runtime
         runtime.engine.reducer.finish_round()
         runtime.engine.check_memory()
-        runtime.check_batch((args, kwargs))
+        if runtime.stages is None:  # else done by train_batch and eval_batch: a chunk's input is not the batch
+            runtime.check_batch((args, kwargs))
 
 
 def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:

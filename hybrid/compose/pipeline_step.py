@@ -61,6 +61,9 @@ def train_pipeline(
             reducer.full_round()
         reducing.pop().__exit__(None, None, None)
 
+    if scaler is not None:
+        # Only the last stage has a loss; the others' scaler must know its scale as well.
+        scaler.scale(torch.zeros((), device=runtime.engine.device))
     try:
         stages.runner.run(
             schedule.actions[stages.staged.stage] if schedule is not None else (),

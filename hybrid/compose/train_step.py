@@ -84,6 +84,7 @@ def train_batch(
     runtime.recover()
     runtime.engine.adopt_hand_made_changes()
     _check_arguments(runtime, optimizer, step)
+    _check_forward_step(runtime, forward_step)
     runtime.check_batch(batch)
     scaler = _choose_scaler(runtime, scaler)
     strategy, reducer = runtime.strategy, runtime.engine.reducer
@@ -100,10 +101,6 @@ def train_batch(
     runtime.may_have_new = True
     try:
         if runtime.stages is not None:
-            if forward_step is not None:
-                raise BatchError(
-                    "forward_step with a pipeline: no rank has the whole model; give (inputs, labels) and loss_fn"
-                )
             train_pipeline(runtime, micro_batches, loss_fn, totals, scaler=scaler, step=step)
             totals_handle = ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES, "pp"), control=True)
         for index, micro_batch in enumerate(micro_batches if runtime.stages is None else ()):
@@ -152,6 +149,8 @@ def eval_batch(
 ) -> EvalResult:
     """See `DistributedModel.eval_batch`."""
     strategy = runtime.strategy
+    _check_forward_step(runtime, forward_step)
+    runtime.check_batch(batch)
     totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
     with _evaluating(model), torch.no_grad():
         pieces = split_batch(
@@ -205,6 +204,11 @@ def _choose_scaler(runtime: Runtime, scaler: Any) -> torch.amp.GradScaler | None
             "leave `scaler` out, or the strategy's amp"
         )
     return scaler if scaler.is_enabled() else None
+
+
+def _check_forward_step(runtime: Runtime, forward_step: ForwardStep | None) -> None:
+    if runtime.stages is not None and forward_step is not None:
+        raise BatchError("forward_step with a pipeline: no rank has the whole model; give (inputs, labels) and loss_fn")
 
 
 def _check_arguments(runtime: Runtime, optimizer: Any, step: bool) -> None:

@@ -168,7 +168,8 @@ def check_ties(
                 continue
             names = (fqn, *others)
             seen.update(names)
-            # A name in a module that is no layer is only another name: BERT's head has its bias twice.
+            # A vector in a module that is no layer is only another name: BERT's head has its bias twice. A matrix there
+            # is computed with, and that code would find a part of it.
             held = [one for one in names if _is_of_layer(facts, one)]
             if len({cuts.get(one) for one in held}) > 1:
                 told = " but ".join(f"{one} is {_told(facts, rules, one)}" for one in held)
@@ -180,7 +181,9 @@ def check_ties(
 
 def _is_of_layer(facts: ModelFacts, fqn: str) -> bool:
     module = facts.by_fqn.get(fqn.rpartition(".")[0])
-    return module is not None and module.kind in {"linear", "conv1d", "embedding"}
+    if module is None:
+        return False
+    return module.kind in {"linear", "conv1d", "embedding"} or len(facts.parameters[fqn]) > 1
 
 
 def _told(facts: ModelFacts, rules: Mapping[str, ModuleRule], fqn: str) -> str:

@@ -40,6 +40,7 @@ class Memory:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    activation_bytes: int | None  # that one forward keeps for backward; at the end only
     resident_bytes: int
 
     @property
@@ -53,6 +54,7 @@ class Finished:
 
     held_out_loss: float
     sent_bytes: int  # by rank 0 in one step
+    plain_activation_bytes: int  # that a forward of the plain model keeps, on a micro-batch of rank 0
     train_seconds: float
 
 

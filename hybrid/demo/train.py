@@ -10,11 +10,14 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (the name in torch's documentation)
 from torch.utils.data import DataLoader, Subset
 
 import hybrid
@@ -78,11 +81,21 @@ def main() -> None:
 
     end_loss = evaluate(model, held_out_set, options.batch)
     # Gradients live from backward to step only, so the last word on memory comes from between the two.
-    model.train_batch(next(batches), optimizer, loss_fn=next_byte_loss, step=False)
-    progress.write(memory_of(model, mesh.rank))
+    forward = MeasuredForward()
+    model.train_batch(next(batches), optimizer, forward_step=forward, step=False)
+    progress.write(memory_of(model, mesh.rank, activation_bytes=forward.kept_bytes))
     if mesh.rank == 0:
         print(f"held-out loss after training: {end_loss:.3f} nats per byte")
-        progress.write(Finished(held_out_loss=end_loss, sent_bytes=traffic.sent_bytes(), train_seconds=train_seconds))
+        assert forward.micro_batch is not None, "train_batch has called it"
+        plain_forward = MeasuredForward()
+        plain_forward(GPT(max_length=options.length).to(mesh.device), forward.micro_batch)
+        finished = Finished(
+            held_out_loss=end_loss,
+            sent_bytes=traffic.sent_bytes(),
+            plain_activation_bytes=plain_forward.kept_bytes,
+            train_seconds=train_seconds,
+        )
+        progress.write(finished)
     hybrid.shutdown()
 
 
@@ -133,13 +146,63 @@ def lr_factor(step: int, num_steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
-def memory_of(model: DistributedModel, rank: int) -> Memory:
+class KeptMemory(TorchDispatchMode):
+    """Notes the memory that operations inside it take; `num_bytes` is how much of it is held still.
+
+    Around a forward: what it keeps for backward. torch's hooks for saved tensors would not show what selective
+    recompute holds by itself. Parameters do not count: they were there before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if StorageWeakRef(storage) not in given:  # else a view, or written in place
+                self._taken[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+    def num_bytes(self) -> int:
+        return sum(size for storage, size in self._taken.items() if not storage.expired())
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+class MeasuredForward:
+    """Computes the loss of a micro-batch, as a `forward_step`, and counts what that keeps for backward."""
+
+    def __init__(self) -> None:
+        self.kept_bytes = 0
+        self.micro_batch: Batch | None = None
+
+    def __call__(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
+        inputs, labels = self.micro_batch = micro_batch
+        with KeptMemory() as memory:
+            loss = next_byte_loss(model(inputs), labels)
+        self.kept_bytes = max(self.kept_bytes, memory.num_bytes())
+        return loss
+
+
+def memory_of(model: DistributedModel, rank: int, *, activation_bytes: int | None = None) -> Memory:
     live = model.memory_bytes()
     return Memory(
         rank=rank,
         parameter_bytes=live["parameters"],
         gradient_bytes=live["gradients"],
         optimizer_bytes=live["optimizer_state"],
+        activation_bytes=activation_bytes,
         resident_bytes=psutil.Process().memory_info().rss,
     )
 
