@@ -76,7 +76,7 @@ def measure_bubbles(micro_batches: int, *, steps: int) -> None:
 
 def _measure(name: str, micro_batches: int, steps: int) -> dict[str, Any]:
     num_ranks, virtual = dist.get_world_size(), 2 if name == "interleaved" else 1
-    strategy = hybrid.DistributedStrategy()
+    strategy: Any = hybrid.DistributedStrategy()
     strategy.pipeline = True
     strategy.pipeline_configs = {
         "degree": num_ranks,

@@ -34,6 +34,8 @@ def peak_of_last_step(prepare: Callable[[], object], step: Callable[[], object])
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
+    del profiler
+    gc.collect()  # in cycles; torch 2.13 crashes if it is freed at the end of the interpreter
     begin, end = next((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == _MARK and "dur" in e)
     changes = sorted((e["ts"], e["args"]["Ev Idx"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
     alive = most = 0
@@ -42,6 +44,13 @@ def peak_of_last_step(prepare: Callable[[], object], step: Callable[[], object])
         if begin <= when <= end:
             most = max(most, before, alive)
     return most
+
+
+class Holder:
+    """Lives as long as autograd keeps the tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
 class Kept:
@@ -71,13 +80,6 @@ class Kept:
         self._times[address] -= 1
         if not self._times[address]:
             self._now -= self._bytes[address]
-
-
-class Holder:
-    """Lives as long as autograd keeps the tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
 
 
 @contextmanager

@@ -5,8 +5,9 @@
 
 Modes: one plain process (the other rank waits, and it takes the batch in one piece), `hybrid` with the stages balanced
 by measured flops, `torch.distributed.pipelining.Schedule1F1B` with as many blocks on each stage, and, if asked for by
-`--modes plain,hybrid,torch,deepspeed`, DeepSpeed's PipelineModule (`pip install -e '.[bench]'`). All run 1F1B on the
-same batches (AdamW fused, fp32, no clipping), in interleaved rounds; ratios are taken within a round.
+`--modes plain,hybrid,torch,hybrid_even,deepspeed`, `hybrid` cut like torch's, and DeepSpeed's PipelineModule
+(`pip install -e '.[bench]'`). All run 1F1B on the same batches (AdamW fused, fp32, no clipping), in interleaved rounds;
+ratios are taken within a round.
 
 Printed: median ratios and 95 % intervals (bootstrap over rounds), CPU seconds, live bytes at the worst moment of a step
 on each stage, activations kept beside what the schedule says, bytes sent beside what layout and schedule say.
@@ -39,7 +40,7 @@ from hybrid.contracts.schedule import make_schedule, max_in_flight
 from hybrid.contracts.schedule_transfers import Payload, transfers
 
 MODES = ("plain", "hybrid", "torch")
-OPTIONAL = ("deepspeed",)
+OPTIONAL = ("hybrid_even", "deepspeed")
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
@@ -47,8 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=tuple(SIZES), default="S", help="S: 10.5 M parameters, M: 82 M")
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated; plain and hybrid are always measured")
-    parser.add_argument("--rows", type=int, help="rows of a step; by default 8 (S), 4 (M), at least one per micro-batch")
+    parser.add_argument(
+        "--modes", default=",".join(MODES), help="comma-separated; plain and hybrid are always measured"
+    )
+    parser.add_argument(
+        "--rows", type=int, help="rows of a step; by default 8 (S), 4 (M), at least one per micro-batch"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="steps of each mode per round")
     parser.add_argument("--sleep", action="store_true", help="measure the bubble of stages that sleep, nothing else")
@@ -137,7 +142,7 @@ class Bench:
             self.step(0)
 
         self.peak_bytes = peak_of_last_step(prepare, lambda: self.step(1))
-        self.mode = Mode(step=lambda number: self.step(number), live_bytes=lambda: self.peak_bytes)
+        self.mode = Mode(step=self.step, live_bytes=lambda: self.peak_bytes)
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         return make_batch(self.size, step=number, rank=0, num_ranks=1)
@@ -156,14 +161,19 @@ class Bench:
 
         return step
 
-    def build_hybrid(self) -> Callable[[int], float]:
-        strategy = hybrid.DistributedStrategy()
+    def build_hybrid_even(self) -> Callable[[int], float]:
+        return self.build_hybrid(split=[len(stage) for stage in evenly(chain_of(self.size))])
+
+    def build_hybrid(self, split: Any = "auto") -> Callable[[int], float]:
+        strategy: Any = hybrid.DistributedStrategy()
         strategy.pipeline = True
-        strategy.pipeline_configs = {"degree": 2, "accumulate_steps": self.micro_batches, "split": "auto"}
-        model = nn.Sequential(*chain_of(self.size))
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        strategy.pipeline_configs = {"degree": 2, "accumulate_steps": self.micro_batches, "split": split}
+        model: Any = nn.Sequential(*chain_of(self.size))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), **ADAMW)
         sample = self.batch(0)[0][: self.size.micro_batch // self.micro_batches]
-        self.model = model = hybrid.distributed_model(model, strategy=strategy, sample=sample)
+        model = self.model = hybrid.distributed_model(
+            model, strategy=strategy, sample=sample if split == "auto" else None
+        )
         optimizer = hybrid.distributed_optimizer(optimizer)
         hybrid.shutdown()  # the next mode has no strategy; the group is ours, so this model goes on
         return lambda number: model.train_batch(self.batch(number), optimizer, loss_fn=loss_fn).loss.item()
@@ -309,9 +319,7 @@ def report(modes: dict[str, Mode], everyone: list[Any], arguments: argparse.Name
         ratios_text = "".join(f"{spread(row[f'to_{peer}']):>21}" for peer in peers)
         cpu = " ".join(f"{value:.0f}" for value in row["cpu_ms"])
         peak = " ".join(f"{value / 1e6:.1f}" for value in peak_bytes)
-        print(
-            f"{name:10} {row['step_ms']:7.0f}{ratios_text} {cpu:>16} {peak:>17} {row['max_loss_difference']:12.1e}"
-        )
+        print(f"{name:10} {row['step_ms']:7.0f}{ratios_text} {cpu:>16} {peak:>17} {row['max_loss_difference']:12.1e}")
     for stage, (_, kept, sent, layers) in enumerate(everyone):
         share = kept["step"] / (kept["in_flight"] * kept["one"])
         print(

@@ -10,12 +10,16 @@ from collections.abc import Callable
 
 import torch
 
+# torch 2.13: documented under this name, and in a module whose own name is private.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 __all__ = [
     "AMP_UNSCALE",
     "ATTENTION_OPERATIONS",
     "SCHEDULER_STEP_CALLED",
     "SCHEDULER_STEP_MARK",
     "UNSCALES_BY_ITSELF",
+    "TorchDispatchMode",
     "call_at_end_of_backward",
     "give_memory",
     "in_backward",

@@ -111,7 +111,7 @@ class DemoDisplay:
         )
 
     def _table(self) -> Table:
-        """Bytes per rank: this run as measured where it is most; plain data parallel by formula, activations measured."""
+        """Bytes per rank: this run as measured where it is most; plain data parallel by formula, save activations."""
         assert self._started is not None
         assert self._finished is not None
         parameters = self._started.num_parameters * BYTES_PER_ELEMENT

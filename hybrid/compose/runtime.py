@@ -18,6 +18,7 @@ from hybrid.collectives import ops
 from hybrid.compose import grad_norm
 from hybrid.compose.batch import check_same_batch
 from hybrid.compose.context import DATA_AXES
+from hybrid.compose.copies import check_equal_gradients
 from hybrid.errors import ModelError, OptimizerError
 from hybrid.mesh import Mesh
 from hybrid.sharding.engine import ShardingEngine
@@ -88,12 +89,13 @@ class Runtime:
         name = type(optimizer).__name__
         elementwise = is_elementwise(optimizer)
         asked = self.strategy.partition
-        cut = next((fqn for fqn in self.cuts.cuts if fqn in self.engine.bucket_of), None) if self.cuts else None
+        held = (self.engine.fqn_of.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+        cut = next((fqn for fqn in held if fqn in self.engine.bucket_of and self.cuts and self.cuts.own(fqn)), None)
         if not elementwise and cut is not None:
             raise OptimizerError(
                 f"{name} is not known to update each element by itself, and {cut!r} is cut over "
-                f"{self.mesh.degree('tp')} tensor-parallel ranks, so no rank has it whole: use AdamW or SGD, or "
-                "tensor_parallel_configs.degree = 1"
+                f"{self.mesh.degree('tp')} tensor-parallel ranks, so no rank has it whole: use AdamW or SGD (also for "
+                "the cut parameters alone, in a second optimizer), or tensor_parallel_configs.degree = 1"
             )
         if not elementwise:
             if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
@@ -239,6 +241,9 @@ class Runtime:
             self.engine.reduce_all()
             self._settle()
             self.may_have_new = False
+            settlements = self.engine.settlements
+            if self.cuts is not None and settlements & (settlements - 1) == 0:  # the first, second, fourth, eighth ...
+                check_equal_gradients(self.engine, tp=self.mesh.group("tp"), world=self.mesh.world)
         elif norm_type is None:
             return None
         return grad_norm.agree(self.engine, world=self.mesh.world, norm_type=norm_type)

@@ -81,7 +81,7 @@ def cut_model(model: nn.Module, planned: Planned, mesh: Mesh) -> TensorCuts:
     cuts = planned_cuts(model, planned.facts, planned.plan, group=mesh.group("tp"))
     if planned.plan is not None:
         cut_parameters(model, cuts)
-        adopt_modules(model, planned.plan, cuts)
+        adopt_modules(model, planned.plan, cuts, is_staged=mesh.degree("pp") > 1)
     return cuts
 
 

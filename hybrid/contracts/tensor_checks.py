@@ -96,6 +96,13 @@ def partial_between(facts: ModelFacts, regions: Sequence[Region], claims: Claims
                         f"layers of {holder(region.parent)}; keep these layers whole, or give the column layers "
                         "'colwise_gather_output' and the row layer 'rowwise_split_input'"
                     )
+                elif module.is_linear and not _is_outside(module, shape, region, claims.modules[region.row.fqn], facts):
+                    problems.model(
+                        f"{general(module.fqn)} is a linear layer beside cut layers and has no rule: give it "
+                        "'colwise' if its output goes to cut heads or columns, 'replicated' if it goes in or comes "
+                        "back whole; where it mixes the two (a gate on the heads from a whole input), keep the layers "
+                        "around it 'replicated'"
+                    )
                 elif not _is_outside(module, shape, region, claims.modules[region.row.fqn], facts):
                     problems.model(
                         f"{general(fqn)} of shape {tuple(shape)} stands beside cut layers and has no rule; say in "
@@ -109,10 +116,15 @@ def _beside(facts: ModelFacts, region: Region, claims: Claims) -> Iterator[Modul
     """The module that calls the layers of a region, and those without a rule directly in it."""
     if facts.by_fqn[region.parent].kind != "attention":
         yield facts.by_fqn[region.parent]
-    for child in facts.children(region.parent):
+    # Of an attention or a feed-forward, also what lies deeper (a module of two norms, one that holds a scale).
+    is_part = region.parent != "" and not holds_norms(facts, region.parent)
+    for child in facts.inside(region.parent) if is_part else facts.children(region.parent):
         claimed = claims.modules.get(child.fqn)
+        if child.fqn == region.parent or facts.by_fqn[child.parent].kind == "attention" or child.kind == "attention":
+            continue
+        deep = child.parent != region.parent
         leaf = not facts.children(child.fqn)
-        if leaf and child.kind != "attention" and (claimed is None or claimed.style == "replicated"):
+        if (not child.is_linear if deep else leaf or is_part) and (claimed is None or claimed.style == "replicated"):
             yield child
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (the name in torch's documentation)
 from torch.utils.data import DataLoader, Subset
 
 import hybrid
+from hybrid import shims
 from hybrid.demo.corpus import ByteWindows, read_corpus
 from hybrid.demo.gpt import GPT
 from hybrid.demo.progress import Finished, Memory, ProgressWriter, Started, StepDone
@@ -146,7 +146,7 @@ def lr_factor(step: int, num_steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
-class KeptMemory(TorchDispatchMode):
+class KeptMemory(shims.TorchDispatchMode):
     """Notes the memory that operations inside it take; `num_bytes` is how much of it is held still.
 
     Around a forward: what it keeps for backward. torch's hooks for saved tensors would not show what selective

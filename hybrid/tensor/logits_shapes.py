@@ -63,7 +63,7 @@ def _len(_: Any, logits: VocabParallelLogits) -> int:
 @handles(*methods("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"))
 def _regroup(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Another arrangement of the leading dims, the vocabulary whole behind them."""
-    if not is_last(logits) or holds_logits([args, kwargs]):
+    if not is_last(logits) or holds_logits([args, kwargs]) or any(isinstance(arg, torch.dtype) for arg in args):
         return NotImplemented
     # On a tensor without values: torch works out the shape, with its own errors.
     shape = func(torch.empty(whole_shape(logits), device="meta"), *_to_meta(args), **_to_meta(kwargs)).shape

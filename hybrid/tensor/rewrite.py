@@ -27,7 +27,14 @@ from hybrid.tensor.entry import Entry
 from hybrid.tensor.head import VocabParallelHead
 from hybrid.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from hybrid.tensor.region import CutRegion
-from hybrid.tensor.sequence import gather_at_entry, gather_at_exit, refuse_partial_outputs, scatter_at_entry
+from hybrid.tensor.sequence import (
+    SequenceState,
+    expect_cut,
+    gather_at_entry,
+    gather_at_exit,
+    refuse_partial_outputs,
+    scatter_at_entry,
+)
 
 __all__ = ["adopt_modules", "cut_parameters", "is_cut_by_hand", "planned_cuts"]
 
@@ -89,8 +96,11 @@ def cut_parameters(model: nn.Module, cuts: TensorCuts) -> None:
             parameter.data = local_part(parameter.data, cut)
 
 
-def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts) -> None:
-    """Give every module with a rule its parallel forward, and each rank its head counts."""
+def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_staged: bool = False) -> None:
+    """Give every module with a rule its parallel forward, and each rank its head counts.
+
+    `is_staged`: a pipeline calls the blocks chunk by chunk, so that a forward may end between two of them.
+    """
     group = cuts.group
     region = CutRegion(group)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -143,11 +153,17 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts) -> None:
         for name, value in values.items() if fqn in modules else ():
             if not _set_by_adoption(plan.rules.get(fqn), name):
                 setattr(modules[fqn], name, value)
+    states: list[SequenceState] = []
     for stack in plan.blocks:
-        if stack[0] in modules:  # else on another pipeline stage, as what crosses a boundary in between is cut
-            scatter_at_entry(modules[stack[0]], stack[0], group=group, dim=dims[stack[0]], region=region)
+        state = SequenceState()
+        here = [fqn for fqn in stack if fqn in modules]  # the rest is on other pipeline stages
+        if stack[0] in modules:
+            scatter_at_entry(modules[stack[0]], stack[0], group=group, dim=dims[stack[0]], region=region, state=state)
+        for fqn in here[1:] if len(here) == len(stack) and not is_staged else ():
+            expect_cut(modules[fqn], fqn, state=state)
         if stack[-1] in modules:
-            gather_at_exit(modules[stack[-1]], stack[-1], group=group, dim=dims[stack[-1]], region=region)
+            gather_at_exit(modules[stack[-1]], stack[-1], group=group, dim=dims[stack[-1]], region=region, state=state)
+        states.append(state)
     for fqn in plan.gather_at:
         if fqn not in plan.rules and fqn in modules:  # a column layer or an attention gathers by itself
             gather_at_entry(modules[fqn], fqn, group=group, dim=dims[fqn])
@@ -161,8 +177,16 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts) -> None:
             region.reset()
             for entry in kept:
                 entry.clear()
+            for state in states:
+                state.is_cut = False
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if not shims.in_backward() and not is_staged:
+            for state in states:
+                state.check_whole()
 
     model.register_forward_pre_hook(start_afresh, prepend=True)
+    model.register_forward_hook(end)
 
 
 def _own(cuts: TensorCuts, model: nn.Module, module: nn.Module, name: str) -> Cut:

@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid import shims
 from hybrid.collectives.autograd import gather_from, scatter_to
 from hybrid.collectives.group import Group
 from hybrid.errors import ModelError
 from hybrid.tensor.linear import check_sequence
 from hybrid.tensor.region import CutRegion
 
-__all__ = ["gather_at_entry", "gather_at_exit", "refuse_partial_outputs", "scatter_at_entry"]
+__all__ = [
+    "SequenceState",
+    "expect_cut",
+    "gather_at_entry",
+    "gather_at_exit",
+    "refuse_partial_outputs",
+    "scatter_at_entry",
+]
 
 # Names of the activation where it is given by keyword.
 _NAMES = ("hidden_states", "x", "src", "tgt", "input", "inputs", "query")
@@ -37,10 +45,37 @@ def gather_at_entry(module: nn.Module, name: str, *, group: Group, dim: int) -> 
     module.register_forward_pre_hook(_on_activation(name, gather), with_kwargs=True)
 
 
-def scatter_at_entry(block: nn.Module, name: str, *, group: Group, dim: int, region: CutRegion) -> None:
+class SequenceState:
+    """Whether the activations of a stack of blocks are cut at the moment."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+        self.last = ""
+
+    def check_whole(self) -> None:
+        """Raises ModelError: a forward ended between two blocks."""
+        if self.is_cut:
+            raise ModelError(
+                f"sequence parallel: the forward ended with its activations cut, after block {self.last!r}; the last "
+                "block of the list makes them whole. Call the blocks in their order and the last of them, or set "
+                "sequence_parallel to False"
+            )
+
+
+def scatter_at_entry(
+    block: nn.Module, name: str, *, group: Group, dim: int, region: CutRegion, state: SequenceState
+) -> None:
     """Cut the sequence where the first block begins."""
 
     def scatter(tensor: torch.Tensor) -> torch.Tensor:
+        if not shims.in_backward():
+            if state.is_cut:
+                raise ModelError(
+                    f"sequence parallel: block {name!r}, the first of its list, was called again before the last one "
+                    "had made the sequence whole; call the blocks once each, in their order, or set sequence_parallel "
+                    "to False"
+                )
+            state.is_cut, state.last = True, name
         check_sequence(tensor, dim, group)
         if block.training:
             region.enter(tensor.device)
@@ -49,10 +84,30 @@ def scatter_at_entry(block: nn.Module, name: str, *, group: Group, dim: int, reg
     block.register_forward_pre_hook(_on_activation(name, scatter), with_kwargs=True, prepend=True)
 
 
-def gather_at_exit(block: nn.Module, name: str, *, group: Group, dim: int, region: CutRegion) -> None:
+def expect_cut(block: nn.Module, name: str, *, state: SequenceState) -> None:
+    """A block after the first one works on a part of the sequence: it must have been cut by then."""
+
+    def check(module: nn.Module, args: Any) -> None:
+        if shims.in_backward():
+            return
+        if not state.is_cut:
+            raise ModelError(
+                f"sequence parallel: block {name!r} was called before the first block of its list, which cuts the "
+                "sequence; call the blocks in their order, the first one always, or set sequence_parallel to False"
+            )
+        state.last = name
+
+    block.register_forward_pre_hook(check, prepend=True)
+
+
+def gather_at_exit(
+    block: nn.Module, name: str, *, group: Group, dim: int, region: CutRegion, state: SequenceState
+) -> None:
     """Make the sequence whole where the last block ends."""
 
     def gather(module: nn.Module, args: Any, output: Any) -> Any:
+        if not shims.in_backward():
+            state.is_cut = False
         region.leave()
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,3 +51,17 @@ def test_tensor_step() -> None:
         "2 all_gather backward, 2 reduce_scatter backward, 2 all_gather forward, 2 reduce_scatter forward",
     ]
     assert re.findall(r"([\d.]+) per token", text) == ["12", "256", "12", "256"]
+
+
+@pytest.mark.slow
+def test_pipeline_step() -> None:
+    """All modes train alike; kept activations are those of the micro-batches in flight, bytes sent those foreseen."""
+    _, rows = bench("pipeline_step", "--rows", "8")
+    assert list(rows) == ["plain", "hybrid", "torch"]
+    assert max(row["max_loss_difference"] for row in rows.values()) < 1e-5
+    stages = zip(rows["hybrid"]["activations"], rows["hybrid"]["sent"], (2, 1), strict=True)
+    for activations, sent, in_flight in stages:
+        assert activations["in_flight"] == in_flight
+        assert activations["step"] == pytest.approx(in_flight * activations["one"], rel=0.05)
+        assert sent["found"] == sent["expected"]
+        assert sum(sent["found"].values()) == 4 * 2 * 8 * 32 * 4

@@ -77,7 +77,7 @@ def test_activations_are_what_a_forward_keeps() -> None:
     few = 64  # the loss itself, and one-element tensors that autograd saves or recompute makes
     assert plain == pytest.approx(saved, abs=few)
     assert full == pytest.approx(inputs, abs=few)  # autograd's own hooks are not told what selective recompute keeps
-    assert 4 * full < selective < 0.8 * plain
+    assert 3 * full < selective < 0.8 * plain
 
 
 @pytest.mark.parametrize(
