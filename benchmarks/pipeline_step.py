@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -308,7 +309,7 @@ def report(modes: dict[str, Mode], everyone: list[Any], arguments: argparse.Name
             "least_ms": min(mode.wall_seconds) * 1e3,
             "cpu_ms": [statistics.median(seconds) * 1e3 for seconds in cpu_seconds],
             "peak_bytes": list(peak_bytes),
-            "max_loss_difference": max(abs(a - b) for a, b in zip(own, plain.losses, strict=True)),
+            "max_loss_difference": largest_difference(own, plain.losses),
         }
         for peer in peers:
             values = ratios(mode, modes[peer])
@@ -328,6 +329,12 @@ def report(modes: dict[str, Mode], everyone: list[Any], arguments: argparse.Name
             f"expected {sent['expected']}"
         )
     print(json.dumps(rows))
+
+
+def largest_difference(own: Sequence[float], other: Sequence[float]) -> float:
+    """nan if any loss is: `max` alone would pass over it."""
+    differences = [abs(a - b) for a, b in zip(own, other, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def spread(values: tuple[float, float, float]) -> str:
