@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # Public name -> module that defines it. Importing a name imports its module, and only that.
 _HOMES = {
     "BatchError": "hybrid.errors",
+    "CheckpointError": "hybrid.errors",
     "CollectiveError": "hybrid.errors",
     "DistributedBatchSampler": "hybrid.data.sampler",
     "DistributedStrategy": "hybrid.strategy",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from hybrid.compose.scaler import distributed_scaler as distributed_scaler
     from hybrid.data.sampler import DistributedBatchSampler as DistributedBatchSampler
     from hybrid.errors import BatchError as BatchError
+    from hybrid.errors import CheckpointError as CheckpointError
     from hybrid.errors import CollectiveError as CollectiveError
     from hybrid.errors import GradientAccessError as GradientAccessError
     from hybrid.errors import HybridError as HybridError

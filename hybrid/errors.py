@@ -7,6 +7,7 @@
     ├── OptimizerError (ValueError)  this optimizer cannot be used with this model or strategy
     ├── BatchError     (ValueError)  a batch does not have the form that the call needs
     ├── GradientAccessError (RuntimeError) a gradient was read that lives, reduced, in another place
+    ├── CheckpointError (RuntimeError) a checkpoint could not be written, is damaged, or does not fit
     └── CollectiveError (RuntimeError) ranks did not meet in a collective, or one of them is gone
 
 A message says what, both numbers, which parameter, axis or rank, and the nearest fix.
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "CollectiveError",
     "GradientAccessError",
     "HybridError",
@@ -70,3 +72,7 @@ class GradientAccessError(HybridError, RuntimeError):
 
 class CollectiveError(HybridError, RuntimeError):
     """A collective did not complete: a rank is gone, or not all ranks entered it within the timeout."""
+
+
+class CheckpointError(HybridError, RuntimeError):
+    """A checkpoint could not be written, is missing or damaged, or does not fit the model and the optimizer."""
