@@ -18,11 +18,16 @@ __all__ = ["Kept", "kept_by", "peak_of_last_step"]
 
 _MARK = "measured step"
 
+# With torch 2.13 a profiler that recorded memory crashed when it was freed (in ~MemoryTraceLogger), or losses of models
+# trained in the same process afterwards drifted or became nan; kept ones did neither. So: one per process, and kept.
+_never_freed: list[profile] = []
+
 
 def peak_of_last_step(prepare: Callable[[], object], step: Callable[[], object]) -> int:
     """Most bytes alive during `step`, of all that was allocated since before `prepare`.
 
     Both run under the profiler, so nothing that lives during the step escapes. Buffers outside of torch (gloo's) do.
+    Once per process, which is to leave by `os._exit`.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -34,8 +39,7 @@ def peak_of_last_step(prepare: Callable[[], object], step: Callable[[], object])
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    del profiler
-    gc.collect()  # in cycles; torch 2.13 crashes if it is freed at the end of the interpreter
+    _never_freed.append(profiler)
     begin, end = next((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == _MARK and "dur" in e)
     changes = sorted((e["ts"], e["args"]["Ev Idx"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
     alive = most = 0

@@ -22,8 +22,10 @@ import json
 import math
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ from hybrid.contracts.schedule_transfers import Payload, transfers
 
 MODES = ("plain", "hybrid", "torch")
 OPTIONAL = ("hybrid_even", "deepspeed")
+_PEAK_OF, _FOLDER = "BENCHMARK_PEAK_OF", "BENCHMARK_FOLDER"
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
@@ -65,31 +68,66 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown modes {unknown}; known: {', '.join((*MODES, *OPTIONAL))}")
     if rank_or_none() is None:
-        raise SystemExit(launch("benchmarks.pipeline_step", num_ranks=arguments.ranks if arguments.sleep else 2))
+        raise SystemExit(start(chosen, num_ranks=arguments.ranks if arguments.sleep else 2, memory=not arguments.sleep))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if arguments.sleep:
         measure_bubbles(arguments.micro_batches, steps=arguments.steps)
+    elif _PEAK_OF in os.environ:
+        measure_peak(arguments, os.environ[_PEAK_OF])
     else:
         train(arguments, chosen)
     dist.destroy_process_group()
 
 
-def train(arguments: argparse.Namespace, names: list[str]) -> None:
+def start(names: list[str], *, num_ranks: int, memory: bool) -> int:
+    """The peak of each mode in processes of its own, then the times; returns the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[_FOLDER] = folder
+        for name in names if memory else ():
+            os.environ[_PEAK_OF] = name
+            if status := launch("benchmarks.pipeline_step", num_ranks=num_ranks):
+                return status
+        os.environ.pop(_PEAK_OF, None)
+        return launch("benchmarks.pipeline_step", num_ranks=num_ranks)
+
+
+def peak_file(name: str) -> Path:
+    return Path(os.environ[_FOLDER]) / f"{name}.{dist.get_rank()}"
+
+
+def measure_peak(arguments: argparse.Namespace, name: str) -> None:
+    bench = Bench(name, size_of(arguments), arguments.micro_batches)
+
+    def prepare() -> None:
+        bench.build()
+        bench.step(0)
+
+    peak_file(name).write_text(str(peak_of_last_step(prepare, lambda: bench.step(1))))
+    dist.barrier()
+    os._exit(0)  # see pipeline_memory
+
+
+def size_of(arguments: argparse.Namespace) -> Size:
+    """As many rows as a step of tensor_step has, or one for each micro-batch."""
     size = SIZES[arguments.size]
-    # As many rows as a step of tensor_step has, or one for each micro-batch.
-    size = replace(size, micro_batch=arguments.rows or max(2 * size.micro_batch, arguments.micro_batches))
+    return replace(size, micro_batch=arguments.rows or max(2 * size.micro_batch, arguments.micro_batches))
+
+
+def train(arguments: argparse.Namespace, names: list[str]) -> None:
+    size = size_of(arguments)
     benches = {name: Bench(name, size, arguments.micro_batches) for name in names}
-    modes = {name: bench.mode for name, bench in benches.items()}
-    activations = kept_activations(benches["hybrid"])
-    traffic = sent_bytes(benches["hybrid"])
+    for bench in benches.values():
+        bench.build()
+    # What is measured of hybrid alone takes two steps, which the others make as well.
+    activations, traffic = kept_activations(benches["hybrid"]), sent_bytes(benches["hybrid"])
     for name, bench in benches.items():
-        if name != "hybrid":  # it has made these two steps above
-            for number in (2, 3):
-                bench.step(number)
+        for number in (2, 3) if name != "hybrid" else ():
+            bench.step(number)
+    modes = {name: Mode(step=bench.step, live_bytes=lambda: 0) for name, bench in benches.items()}
     run_rounds(modes, rounds=arguments.rounds, steps=arguments.steps)
     everyone: list[Any] = [None, None]
-    mine = {name: (bench.peak_bytes, bench.mode.cpu_seconds, bench.mode.losses) for name, bench in benches.items()}
+    mine = {name: (int(peak_file(name).read_text()), mode.cpu_seconds, mode.losses) for name, mode in modes.items()}
     dist.all_gather_object(everyone, (mine, activations, traffic, benches["hybrid"].layers_here()))
     if dist.get_rank() == 0:
         report(modes, everyone, arguments, size)
@@ -128,22 +166,16 @@ def evenly(layers: list[nn.Module]) -> list[list[nn.Module]]:
 
 
 class Bench:
-    """One mode: built, run for two steps under the profiler, ready to be timed."""
+    """One mode; `step` once it is built."""
 
     def __init__(self, name: str, size: Size, micro_batches: int) -> None:
         self.name, self.size, self.micro_batches = name, size, micro_batches
         self.model: Any = None
         self.step: Callable[[int], float] = lambda number: 0.0
-        is_idle = name == "plain" and dist.get_rank() != 0
-        build: Callable[[], Callable[[int], float]] = getattr(self, f"build_{name}")
 
-        def prepare() -> None:
-            if not is_idle:
-                self.step = build()
-            self.step(0)
-
-        self.peak_bytes = peak_of_last_step(prepare, lambda: self.step(1))
-        self.mode = Mode(step=self.step, live_bytes=lambda: self.peak_bytes)
+    def build(self) -> None:
+        if self.name != "plain" or dist.get_rank() == 0:
+            self.step = getattr(self, f"build_{self.name}")()
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         return make_batch(self.size, step=number, rank=0, num_ranks=1)
