@@ -27,6 +27,7 @@ _HOMES = {
     "PipelineLayer": "hybrid.pipeline.layers",
     "SharedLayerDesc": "hybrid.pipeline.layers",
     "StrategyError": "hybrid.errors",
+    "async_save_checkpoint": "hybrid.compose.checkpoint_save",
     "distributed_model": "hybrid.compose.model",
     "distributed_optimizer": "hybrid.compose.optimizer",
     "distributed_scaler": "hybrid.compose.scaler",
@@ -36,6 +37,8 @@ _HOMES = {
     "init": "hybrid.compose.context",
     "is_initialized": "hybrid.compose.context",
     "get_mesh": "hybrid.compose.context",
+    "load_checkpoint": "hybrid.compose.checkpoint_load",
+    "save_checkpoint": "hybrid.compose.checkpoint_save",
     "set_full_parameter": "hybrid.compose.access",
     "shutdown": "hybrid.compose.context",
     "trace": "hybrid.collectives.trace",
@@ -52,6 +55,9 @@ if TYPE_CHECKING:
     from hybrid.compose.access import full_gradient as full_gradient
     from hybrid.compose.access import full_parameter as full_parameter
     from hybrid.compose.access import set_full_parameter as set_full_parameter
+    from hybrid.compose.checkpoint_load import load_checkpoint as load_checkpoint
+    from hybrid.compose.checkpoint_save import async_save_checkpoint as async_save_checkpoint
+    from hybrid.compose.checkpoint_save import save_checkpoint as save_checkpoint
     from hybrid.compose.context import get_hybrid_communicate_group as get_hybrid_communicate_group
     from hybrid.compose.context import get_mesh as get_mesh
     from hybrid.compose.context import init as init

@@ -52,6 +52,7 @@ class Mesh:
             everyone: dist.group.WORLD if world_size > 1 else None
         }
         self.world = self._make_group(everyone, WORLD)
+        self._host_world: Group | None = None
 
     def degree(self, axis: str) -> int:
         return self.layout.degree(axis)
@@ -100,6 +101,12 @@ class Mesh:
             backend=backend,
             timeout_seconds=self.timeout_seconds,
         )
+
+    def host_world(self) -> Group:
+        """All ranks, on the host and apart from all other traffic: for work beside the training. All call it alike."""
+        if self._host_world is None:
+            self._host_world = self.another_group(*self.layout.axis_names, label="host world", on_host=True)
+        return self._host_world
 
     def group(self, *axes: str) -> Group:
         """The group of this rank over `axes`, which `prepare` made."""

@@ -23,6 +23,7 @@ __all__ = [
     "call_at_end_of_backward",
     "give_memory",
     "in_backward",
+    "is_persistent",
 ]
 
 # torch 2.13: learning-rate schedulers replace `optimizer.step` on the instance by a wrapper that carries this
@@ -44,6 +45,11 @@ ATTENTION_OPERATIONS = (
 # the world, so gradient handles answer the call and the attribute is switched off. Neither has a public name.
 AMP_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 UNSCALES_BY_ITSELF = "_step_supports_amp_scaling"
+
+
+def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
+    """Whether a module's own buffer is part of its state dict. torch 2.13 has no public way to ask."""
+    return buffer not in module._non_persistent_buffers_set
 
 
 def in_backward() -> bool:

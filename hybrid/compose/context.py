@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DATA_AXES",
     "HybridCommunicateGroup",
+    "before_shutdown",
     "check_same_strategy",
     "ensure",
     "foresee",
@@ -69,6 +71,8 @@ class Scope:
 
 _scope: Scope | None = None
 _runtimes: list[weakref.ref[Runtime]] = []
+# What goes on beside the training, and must end before its groups do.
+_before_shutdown: list[Callable[[], None]] = []
 
 
 def init(strategy: DistributedStrategy | None = None, *, is_collective: bool = True) -> None:
@@ -198,6 +202,11 @@ def get_mesh() -> Mesh:
     return _scope.mesh
 
 
+def before_shutdown(finish: Callable[[], None]) -> None:
+    """Let `finish` be called by every `shutdown`, while the process groups are still there."""
+    _before_shutdown.append(finish)
+
+
 def shutdown() -> None:
     """Leave the job; the process group is stopped if hybrid started it, and then wrapped models are done.
 
@@ -206,14 +215,18 @@ def shutdown() -> None:
     global _scope  # noqa: PLW0603
     if _scope is None:
         return
-    for runtime in runtimes():
-        runtime.engine.gather.finish()
-    if _scope.started_group:
-        stop_process_group()
-    _scope = None
-    _runtimes.clear()
-    set_coordinate_provider(None)
-    set_group_provider(None)
+    try:
+        for finish in _before_shutdown:
+            finish()
+    finally:
+        for runtime in runtimes():
+            runtime.engine.gather.finish()
+        if _scope.started_group:
+            stop_process_group()
+        _scope = None
+        _runtimes.clear()
+        set_coordinate_provider(None)
+        set_group_provider(None)
 
 
 def _data_coordinate() -> DataCoordinate | None:

@@ -147,6 +147,7 @@ def distributed_model(
     model.__class__ = _extended(type(model))
     extended = cast(DistributedModel, model)
     extended.hybrid_runtime = runtime
+    runtime.model = weakref.ref(extended)
     extended.hybrid_first_forward = FirstForward.watch(model, planned, cuts, plain=plain, mesh=mesh)
     extended.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     context.remember(runtime)

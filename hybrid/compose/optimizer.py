@@ -123,15 +123,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = state_view.whole_optimizer_state(self.hybrid_shards, self)
         for fqn, values in state.items():
             state[fqn] = self._over_tp(fqn, values, self.hybrid_runtime.whole)
+        runtime = self.hybrid_runtime
+        if runtime.stages is not None:
+            state = over_stages(state, runtime, order=runtime.stages.whole.order)
+        return {"state": state, "param_groups": self.whole_groups()}
+
+    def whole_groups(self) -> list[dict[str, Any]]:
+        """Options and fqns of every param group, those of other pipeline stages among them. Collective over them."""
         runtime, groups = self.hybrid_runtime, self._named_groups()
         if runtime.stages is not None:
-            order = runtime.stages.whole.order
             everyone = ops.all_gather_object([group["params"] for group in groups], group=runtime.mesh.group("pp"))
             for index, group in enumerate(groups):
                 held = {fqn for names in everyone for fqn in names[index]}
-                group["params"] = [fqn for fqn in order if fqn in held]
-            state = over_stages(state, runtime, order=order)
-        return {"state": state, "param_groups": groups}
+                group["params"] = [fqn for fqn in runtime.stages.whole.order if fqn in held]
+        return groups
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by fqn, with the ranges that it holds; not collective."""

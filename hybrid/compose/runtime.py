@@ -59,6 +59,8 @@ class Runtime:
         """Which parameters are cut over tp; None without tensor parallel."""
         self.stages: Stages | None = None
         """What this rank does of a pipeline; None without one."""
+        self.model: weakref.ref[nn.Module] | None = None
+        """The wrapped model."""
         self.is_batch_checked = False
         """Whether the tp ranks have compared a batch."""
         self.mesh = mesh

@@ -156,6 +156,10 @@ class Bucket:
         shape, strides = self._shapes[position]
         return flat.as_strided(shape, strides, flat.storage_offset() + self.partition.entries[position].offset_elements)
 
+    def strides(self, position: int) -> tuple[int, ...]:
+        """The parameter's strides: the order in which its elements lie in the bucket."""
+        return self._shapes[position][1]
+
     def own_data(self) -> torch.Tensor:
         """The own shard of the parameters: what the optimizer updates, fp32 master or the parameters themselves."""
         return self.own_parameters() if self.master is None else self.master

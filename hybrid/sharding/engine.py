@@ -310,6 +310,14 @@ class ShardingEngine:
             for bucket in chosen:
                 bucket.take_own_from_data()
 
+    def home_of(self, fqn: str) -> Bucket | None:
+        """The bucket of a parameter, frozen ones included; None: it is whole on every rank, in no bucket."""
+        return self.bucket_of.get(fqn) or next((b for b in self.frozen_buckets if fqn in b.position_of), None)
+
+    def cut_axes(self, bucket: Bucket) -> tuple[str, ...]:
+        """The mesh axes over which a bucket is cut."""
+        return split_axes(bucket.key.sync_axes, zero_stage=self.settings.zero_stage)[0]
+
     def shard_group(self, bucket: Bucket) -> ops.Group:
         return self._shard_groups[bucket.index]
 

@@ -62,7 +62,7 @@ class OptimizerShards:
 
     def __init__(self, engine: ShardingEngine, optimizer: torch.optim.Optimizer) -> None:
         self.engine = engine
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._shards: dict[int, Shard] = {}
         for group in optimizer.param_groups:
             self.add(group["params"])
@@ -101,7 +101,7 @@ class OptimizerShards:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the optimizer's `param_groups` hold the slices; outside, the user's parameters."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         users = [group["params"] for group in groups]
         for group, parameters in zip(groups, users, strict=True):
             shards = [self._shards.get(id(parameter)) for parameter in parameters]
@@ -158,7 +158,7 @@ class OptimizerShards:
 
     def _adopt_state(self) -> None:
         """Cut the state of an optimizer that has already trained the plain model."""
-        state = self._optimizer.state
+        state = self.optimizer.state
         for parameter in [key for key in state if isinstance(key, torch.Tensor)]:
             shard = self._shards.get(id(parameter))
             if shard is None:
@@ -204,7 +204,7 @@ class OptimizerShards:
         for shard in self._shards.values():
             if shard.tensor is None or shard.part is None:
                 continue
-            values = dict(self._optimizer.state.get(shard.tensor, {}))
+            values = dict(self.optimizer.state.get(shard.tensor, {}))
             if shard.bucket.master is not None:
                 values[MASTER] = shard.bucket.slice_view(shard.bucket.master, shard.part).detach()
             if values:
@@ -233,9 +233,9 @@ class OptimizerShards:
         """Live bytes of the optimizer's state on this rank."""
         total = 0
         for shard in self._shards.values():
-            if shard.tensor is None or shard.tensor not in self._optimizer.state:
+            if shard.tensor is None or shard.tensor not in self.optimizer.state:
                 continue
-            for value in self._optimizer.state[shard.tensor].values():
+            for value in self.optimizer.state[shard.tensor].values():
                 if isinstance(value, torch.Tensor):
                     total += value.numel() * value.element_size()
         return total

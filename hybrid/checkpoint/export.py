@@ -1,0 +1,130 @@
+"""From a checkpoint to files of plain weights, and the folder that they appear in: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from hybrid.checkpoint.folder import sync_folder
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.tensor_file import map_chunk
+from hybrid.checkpoint.weight_files import (
+    WeightFiles,
+    WeightFilesWriter,
+    is_weight_file_name,
+    natural_order,
+    plan_weight_files,
+)
+from hybrid.errors import CheckpointError
+
+__all__ = ["MODEL_PREFIX", "TORCH_NAME", "check_target", "export_step", "model_files", "new_aside", "reveal"]
+
+MODEL_PREFIX = "model."
+TORCH_NAME = "pytorch_model.bin"
+_FILE_ENDINGS = {".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
+
+
+def model_files(manifest: Manifest, max_shard_bytes: int) -> WeightFiles:
+    """The files for the model's parameters and buffers under the plain model's names."""
+    names = sorted((name for name in manifest.entries if name.startswith(MODEL_PREFIX)), key=natural_order)
+    entries = []
+    for name in names:
+        plain = name.removeprefix(MODEL_PREFIX)
+        if plain not in manifest.tied:
+            entries.append((plain, manifest.entries[name].dtype, manifest.entries[name].shape))
+    if not entries:
+        raise CheckpointError(f"the checkpoint of step {manifest.step} holds no model: {', '.join(manifest.contents)}")
+    return plan_weight_files(entries, max_shard_bytes)
+
+
+def export_step(
+    step_path: Path,
+    manifest: Manifest,
+    folder: Path,
+    files: WeightFiles,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Copy the weights of one step into `folder`, piece by piece; on the disk when this returns.
+
+    Args:
+        files: from `model_files`.
+        on_progress: gets the bytes of each piece.
+    """
+    files.create(folder)
+    with WeightFilesWriter(files, folder) as writer:
+        for file in files.files:
+            for tensor in file.tensors:
+                entry = manifest.entries[MODEL_PREFIX + tensor.name]
+                for chunk in entry.chunks:
+                    num_bytes = entry.chunk_bytes(chunk)
+                    data = map_chunk(step_path / chunk.file, chunk.begin, num_bytes)
+                    writer.write_box(tensor.name, chunk.offsets, chunk.sizes, data)
+                    if on_progress is not None:
+                        on_progress(num_bytes)
+        writer.finish()
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def check_target(target: Path, *, also_replaced: frozenset[str] = frozenset()) -> None:
+    """Refuse a target that an export may not take the place of.
+
+    Args:
+        target: the folder to come. It may be there if all that it holds is an earlier export.
+        also_replaced: names of files, besides those of weights, that the export writes anew.
+
+    Raises:
+        CheckpointError: it has the name of a file, or holds something that an export does not make.
+    """
+    if target.suffix in _FILE_ENDINGS:
+        raise CheckpointError(
+            f"{target} is to be a folder: the weights go into files in it; give a name without {target.suffix}"
+        )
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir() or target.is_symlink():
+        raise CheckpointError(f"{target} is there and is no folder; give another name")
+    for name in sorted(os.listdir(target)):
+        if not is_weight_file_name(name) and name != TORCH_NAME and name not in also_replaced:
+            raise CheckpointError(
+                f"{target} holds {name!r}, which an export does not make and would remove; export into a new folder"
+            )
+
+
+def new_aside(target: Path, nonce: str) -> Path:
+    """Make the folder in which an export is written before it appears; what earlier ones left of theirs goes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for path in _asides(target, "writing"):
+        shutil.rmtree(path, ignore_errors=True)
+    aside = target.with_name(f".{target.name}.writing-{nonce}")
+    aside.mkdir()
+    return aside
+
+
+def reveal(aside: Path, target: Path) -> None:
+    """Give a whole export its name, in place of an earlier one."""
+    sync_folder(aside)
+    old = None
+    if target.is_dir():
+        old = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
+        os.rename(target, old)
+    try:
+        os.rename(aside, target)
+    except OSError:
+        if old is not None:
+            os.rename(old, target)
+        raise
+    sync_folder(target.parent)
+    for path in _asides(target, "old"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _asides(target: Path, kind: str) -> list[Path]:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]+")
+    return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]

@@ -1,0 +1,233 @@
+"""Writing regions through `torch.distributed.checkpoint`: what each rank writes, and proof that it is all, once.
+
+dcp.save ── SaveRegions.create_local_plan     this rank's regions           every rank
+        ── SaveRegions.create_global_plan     each element exactly once     coordinator
+        ── WriteShards.write_data             safetensors files, fsynced    every rank
+        ── WriteShards.finish                 manifest, rename              coordinator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from hybrid.checkpoint.held import Region
+from hybrid.checkpoint.manifest import Chunk, Entry, FileRecord
+from hybrid.checkpoint.tensor_file import TensorFileWriter, TensorSpec
+from hybrid.collectives.group import Group
+from hybrid.contracts.ranges import coverage_problem
+from hybrid.errors import CheckpointError, CollectiveError
+
+__all__ = ["SaveRegions", "WriteShards", "as_bytes", "dtype_name", "write_regions"]
+
+# Called by the coordinator when every file of every rank is on the disk: entries and files of the manifest.
+Conclude = Callable[[dict[str, Entry], dict[str, FileRecord]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where a region went."""
+
+    file: str
+    begin: int
+    record: FileRecord
+
+
+def write_regions(
+    regions: Sequence[Region], folder: Path, *, group: Group, checksums: bool, conclude: Conclude
+) -> None:
+    """Write the regions of all ranks of `group` into a folder. *Collective.*
+
+    Raises:
+        CheckpointError: what failed on which rank; the same on all of them.
+        CollectiveError: a rank is gone, or did not come within the timeout.
+    """
+    writer = WriteShards(folder, rank=group.rank, checksums=checksums, conclude=conclude)
+    try:
+        dcp.save({}, storage_writer=writer, planner=SaveRegions(regions), process_group=group.process_group)
+    except dcp.CheckpointException as error:
+        failed = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+        said = "; ".join(f"rank {rank}: {failure}" for rank, failure in failed.items())
+        raise CheckpointError(said) from next(iter(failed.values()), None)
+    except RuntimeError as error:  # of gloo: somebody is gone, or waited too long
+        raise CollectiveError(
+            f"another rank ended, or did not come within {group.timeout_seconds:g} s ({error})"
+        ) from error
+
+
+class SaveRegions(SavePlanner):
+    """A plan to write these regions. The state dict that `dcp.save` is given plays no part."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = {(region.name, region.offsets): region for region in regions}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            WriteItem(
+                index=MetadataIndex(region.name, region.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=torch.Size(region.offsets), sizes=torch.Size(region.sizes)),
+                    properties=TensorProperties(dtype=region.dtype),
+                    size=torch.Size(region.shape),
+                ),
+            )
+            for region in self._regions.values()
+        ]
+        kinds = {region.name: region.kind for region in self._regions.values() if region.kind != "parameter"}
+        return SavePlan(items, planner_data=kinds)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Raises CheckpointError: an element that nobody writes, or two ranks do: a fault of ours, not of the user."""
+        entries: dict[str, TensorStorageMetadata] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            data = item.tensor_data
+            assert data is not None
+            entry = entries.setdefault(
+                item.index.fqn, TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[])
+            )
+            if (entry.size, entry.properties.dtype) != (data.size, data.properties.dtype):
+                raise CheckpointError(
+                    f"{item.index.fqn}: {tuple(data.size)} of {data.properties.dtype} on one rank, "
+                    f"{tuple(entry.size)} of {entry.properties.dtype} on another"
+                )
+            entry.chunks.append(data.chunk)
+        problems = []
+        for name, entry in entries.items():
+            problem = coverage_problem(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+            if problem is not None:
+                problems.append(f"{name}: {problem}")
+        if problems:
+            raise CheckpointError("the ranks do not write each element once: " + "; ".join(problems))
+        kinds = {name: kind for plan in all_plans for name, kind in (plan.planner_data or {}).items()}
+        return all_plans, Metadata(state_dict_metadata=dict(entries), planner_data=kinds)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        region = self._regions[write_item.index.fqn, tuple(write_item.index.offset or ())]
+        return region.tensor.detach()
+
+
+class WriteShards(StorageWriter):
+    """Writes a rank's regions into `shard_<rank>_<k>.safetensors` of a folder.
+
+    A name stands once in a safetensors file, so the k-th region of each entry goes into file k.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, checksums: bool, conclude: Conclude) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._checksums = checksums
+        self._conclude = conclude
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        files: list[list[WriteItem]] = []
+        seen: dict[str, int] = {}
+        for item in plan.items:
+            number = seen[item.index.fqn] = seen.get(item.index.fqn, -1) + 1
+            if number == len(files):
+                files.append([])
+            files[number].append(item)
+        results = []
+        for number, items in enumerate(files):
+            results += self._write_file(f"shard_{self._rank:05d}_{number}.safetensors", items, planner)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        specs = []
+        for item in items:
+            data = item.tensor_data
+            assert data is not None and data.properties.dtype is not None
+            specs.append(
+                TensorSpec(
+                    name=item.index.fqn,
+                    dtype=dtype_name(data.properties.dtype),
+                    sizes=tuple(data.chunk.sizes),
+                    offsets=tuple(data.chunk.offsets),
+                )
+            )
+        with TensorFileWriter(self._folder / name, specs, checksum=self._checksums) as writer:
+            for item in items:
+                assert item.tensor_data is not None
+                writer.write(as_bytes(planner.resolve_data(item), item.tensor_data.properties.dtype))
+            record = writer.close()
+        return [
+            WriteResult(
+                index=item.index,
+                size_in_bytes=record.bytes,
+                storage_data=_Written(file=name, begin=begin, record=record),
+            )
+            for item, begin in zip(items, writer.begins, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files: dict[str, FileRecord] = {}
+        places: dict[tuple[str, tuple[int, ...]], _Written] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            files[result.storage_data.file] = result.storage_data.record
+            places[result.index.fqn, tuple(result.index.offset or ())] = result.storage_data
+        kinds: Mapping[str, str] = metadata.planner_data
+        entries = {}
+        for name, entry in sorted(metadata.state_dict_metadata.items()):
+            assert isinstance(entry, TensorStorageMetadata)
+            chunks = []
+            for chunk in sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets)):
+                place = places[name, tuple(chunk.offsets)]
+                chunks.append(
+                    Chunk(file=place.file, begin=place.begin, offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
+                )
+            entries[name] = Entry(
+                kind=kinds.get(name, "parameter"),
+                dtype=dtype_name(entry.properties.dtype),
+                shape=tuple(entry.size),
+                chunks=tuple(chunks),
+            )
+        self._conclude(entries, files)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    """The values in C order; a copy only where they lie otherwise, in another dtype or on another device."""
+    flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())

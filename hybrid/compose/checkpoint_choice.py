@@ -1,0 +1,121 @@
+"""Which checkpoint is loaded: the newest complete one, or the one asked for, with its files verified."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from hybrid.checkpoint import folder as folders
+from hybrid.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hybrid.checkpoint.verify import verify
+from hybrid.compose.checkpoint_job import Job, agree
+from hybrid.errors import CheckpointError, HybridError
+from hybrid.launch.variables import RESUME_VARIABLE
+
+__all__ = ["Chosen", "choose"]
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    path: Path
+    manifest: Manifest
+    passed_over: tuple[str, ...] = ()
+
+
+def choose(job: Job, directory: Any, *, step: int | Literal["latest"], fallback: bool, checksums: bool) -> Chosen:
+    """The checkpoint to load, verified. *Collective.*"""
+    runtime = job.runtime
+    passed_over: list[str] = []
+    too_new: set[Path] = set()
+    while True:
+        path, problem = None, None
+        if runtime.mesh.rank == 0:
+            try:
+                path, said = _find_folder(directory, step, without=too_new)
+                passed_over += [one for one in said if one not in passed_over]
+            except (HybridError, OSError) as error:
+                problem = error
+        path, everything = agree((path, passed_over), problem, runtime=runtime, what="load_checkpoint")[0]
+        manifest = _together(job, f"load_checkpoint of {path}", lambda path=path: folders.read_manifest(path))
+        digest = hashlib.sha256(manifest.to_json().encode()).hexdigest()
+        digests = agree(digest, None, runtime=runtime, what="load_checkpoint, manifest")
+        if len(set(digests)) > 1:
+            raise CheckpointError(
+                f"the ranks read different manifests in {path}: it must be one folder on a file system that all see"
+            )
+        world = runtime.mesh.world
+        names = sorted(manifest.files)[world.rank :: world.size]
+        damaged = agree(
+            verify(path, manifest, names=names, checksums=checksums),
+            None,
+            runtime=runtime,
+            what="load_checkpoint, files",
+        )
+        problems = [problem for of_rank in damaged for problem in of_rank]
+        if not problems:
+            if everything and runtime.mesh.rank == 0:
+                warnings.warn(f"load_checkpoint takes {path}, because: {'; '.join(everything)}", stacklevel=3)
+            return Chosen(path=path, manifest=manifest, passed_over=tuple(everything))
+        text = f"{path} is damaged: {'; '.join(problems)}"
+        if not fallback or step != "latest":
+            hint = "" if step != "latest" else "; fallback=True takes the newest one that is not"
+            raise CheckpointError(f"{text}{hint}")
+        passed_over = [*everything, text]
+        too_new.add(path)
+
+
+def _find_folder(directory: Any, step: int | str, *, without: set[Path]) -> tuple[Path, list[str]]:
+    """The folder, and what is said of newer ones. Raises CheckpointError: there is none."""
+    if directory is None:
+        directory = os.environ.get(RESUME_VARIABLE)
+        if not directory:
+            raise CheckpointError(
+                "load_checkpoint(None, ...) takes the directory of `hybrid run --resume DIR`, which was not given: "
+                "pass the directory"
+            )
+    path = Path(directory).absolute()
+    if not path.is_dir():
+        raise CheckpointError(f"there is no folder {path}, so no checkpoint can be loaded from it")
+    if (path / MANIFEST_NAME).exists():  # one checkpoint itself
+        if step != "latest" and step != folders.read_manifest(path).step:
+            raise CheckpointError(f"{path} is the checkpoint of one step, and step = {step} is asked for")
+        if path in without:
+            raise CheckpointError(f"{path} is one checkpoint and it is damaged: there is no other to fall back to")
+        return path, []
+    listed = [one for one in folders.list_steps(path) if one.path not in without]
+    if step != "latest":
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise CheckpointError(f"step must be a number or 'latest', got {step!r}")
+        found = [one for one in listed if one.step == step]
+        complete = [one for one in found if one.problem is None]
+        if complete:
+            return complete[0].path, []
+        steps = ", ".join(str(one.step) for one in listed if one.problem is None)
+        why = f": {found[0].problem}" if found else ""
+        raise CheckpointError(f"{path} has no complete checkpoint of step {step}{why}; complete are {steps or 'none'}")
+    said = []
+    for one in listed:
+        if one.problem is None:
+            return one.path, said
+        said.append(f"{one.path.name} was passed over: {one.problem}")
+    raise CheckpointError(f"{path} has no complete checkpoint{': ' + '; '.join(said) if said else ''}")
+
+
+def _together(job: Job, what: str, work: Callable[[], _Result]) -> _Result:
+    """Do something that may fail on this rank alone; then it fails on all of them."""
+    result: _Result | None = None
+    problem: BaseException | None = None
+    try:
+        result = work()
+    except (HybridError, OSError) as error:
+        problem = error
+    agree(None, problem, runtime=job.runtime, what=what)
+    assert result is not None
+    return result

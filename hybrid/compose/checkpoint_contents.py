@@ -1,0 +1,117 @@
+"""What a save finds on a rank, and the document that holds all that is no tensor of a parameter's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid.checkpoint.held import PlainValue, Region
+from hybrid.checkpoint.values import encode
+from hybrid.compose import training_state
+from hybrid.compose.checkpoint_job import Job, extra_states, held_by, persistent_buffers, writes_buffers
+
+__all__ = ["STATE_FILE", "Document", "Found", "Plain", "encoded", "find", "tied_names"]
+
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What is no tensor of a parameter's shape on one rank; sent to the first rank."""
+
+    values: list[PlainValue]
+    random: dict[str, torch.Tensor]
+    extra_states: dict[str, Any]
+    tied: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    regions: list[Region]
+    plain: Plain
+    state: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(region.num_bytes for region in self.regions)
+
+
+def find(job: Job, state: Mapping[str, Any]) -> Found:
+    runtime = job.runtime
+    held = held_by(runtime)
+    runtime.engine.gather.finish()
+    regions: list[Region] = []
+    values: list[PlainValue] = []
+    extra: dict[str, Any] = {}
+    writes = writes_buffers(runtime)
+    if job.model is not None:
+        regions += held.parameters("write")
+        regions += held.buffers(persistent_buffers(job.model), writes=writes, use="write")
+        if writes:
+            extra = {name: module.get_extra_state() for name, module in extra_states(job.model)}
+    if job.optimizer is not None:
+        shards = job.optimizer.hybrid_shards
+        of_optimizer, values = held.optimizer(shards, shards.own_state(), "write")
+        regions += of_optimizer
+    tied = {
+        name: placement.fqn
+        for placement in runtime.engine.placements.values()
+        for name in placement.tied_fqns
+        if job.model is not None
+    }
+    trees = training_state.collect(runtime, **state)
+    random = training_state.random_record(runtime)
+    return Found(regions=regions, plain=Plain(values=values, random=random, extra_states=extra, tied=tied), state=trees)
+
+
+def tied_names(job: Job, shared: list[Plain]) -> dict[str, str]:
+    """Other name -> the name of the entry. Stages that share a weight know it under names of their own."""
+    tied: dict[str, str] = {}
+    for plain in shared:
+        tied |= plain.tied
+    stages = job.runtime.stages
+    if stages is not None and job.model is not None:
+        tied = {name: first for name, first in stages.whole.first.items() if name != first}
+    return dict(sorted(tied.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    text: str
+    regions: list[Region]
+    contents: tuple[str, ...]
+
+
+def encoded(job: Job, found: Found, shared: list[Plain], groups: list[dict[str, Any]] | None) -> Document:
+    """What goes into state.json, with the tensors in it as regions."""
+    tree: dict[str, Any] = dict(found.state)
+    if job.optimizer is not None:
+        values: dict[str, dict[str, Any]] = {}
+        for one in (one for plain in shared for one in plain.values):
+            values.setdefault(one.fqn, {})[one.key] = one.value
+        name = type(job.optimizer).__name__.removeprefix("Distributed")
+        tree["optimizer"] = {"class": name, "groups": groups, "values": values}
+    tree["random"] = [plain.random for plain in shared]
+    extra = {name: value for plain in shared for name, value in plain.extra_states.items()}
+    if extra:
+        tree["model_extra_state"] = extra
+    tensors: dict[str, torch.Tensor] = {}
+    document = {key: encode(value, where=key, tensors=tensors) for key, value in tree.items()}
+    regions = [
+        Region(
+            name=name,
+            kind="value",
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            offsets=(0,) * tensor.dim(),
+            tensor=tensor.detach().clone(),  # a user's tensor may change while an async save writes
+        )
+        for name, tensor in tensors.items()
+    ]
+    contents = ["model"] if job.model is not None else []
+    contents += [key for key in ("optimizer", "lr_scheduler", "scaler", "sampler", "extra", "random") if key in tree]
+    return Document(text=json.dumps(document), regions=regions, contents=tuple(contents))

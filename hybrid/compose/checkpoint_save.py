@@ -1,0 +1,299 @@
+"""`save_checkpoint` and `async_save_checkpoint`: the training state on disk, whole or not at all.
+
+prepare    every rank: which model, what it holds, plain state; all agree, or all get the same error
+(stage)    async: copies of the tensors, in which training cannot change anything any more
+write      files aside, fsynced; manifest; one rename                                        checkpoint/saving.py
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hybrid
+from hybrid.checkpoint import folder as folders
+from hybrid.checkpoint.held import Region
+from hybrid.checkpoint.manifest import Entry, FileRecord, Manifest
+from hybrid.checkpoint.saving import write_regions
+from hybrid.compose import async_save, training_state
+from hybrid.compose.checkpoint_contents import STATE_FILE, Found, encoded, find, tied_names
+from hybrid.compose.checkpoint_job import Job, agree, find_job, layout_record
+from hybrid.errors import CheckpointError, CollectiveError, HybridError
+from hybrid.mesh import Mesh
+
+__all__ = ["AsyncSave", "async_save_checkpoint", "save_checkpoint"]
+
+AsyncSave = async_save.AsyncSave
+
+# What a file system needs besides the data: headers, blocks half full.
+_SPARE_BYTES = 1 << 20
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    lr_scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    checksums: bool = True,
+) -> Path:
+    """Write the training state as `directory/step_<step>`; any layout can load it. *Collective.*
+
+    Each rank writes what it holds, replicas a share each; nothing is gathered. The folder gets its name when
+    everything in it is on the disk: whatever happens before, the checkpoints that were complete stay.
+
+    Args:
+        directory: of all checkpoints of the job, on a file system that every rank sees.
+        model: from `distributed_model`; None with no optimizer: the one that was wrapped. A number is the step
+            (Fleet's form: `save_checkpoint("ckpt_dir", epoch)`).
+        optimizer: from `distributed_optimizer`; None with a model: weights alone.
+        step: number of the checkpoint, 0 or more. One that exists is replaced.
+        lr_scheduler, scaler, sampler: anything with `state_dict()` and `load_state_dict()`. The strategy's own loss
+            scaler (float16) is saved by itself.
+        extra: numbers, text, tensors, and lists and dicts of them.
+        keep_last: remove older checkpoints of the directory but the newest so many.
+        keep_every: of those, keep each whose step is a multiple.
+        checksums: XXH3-64 of every file, which loading verifies; off only for speed.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: something that cannot be saved, a disk that is full or read-only, ranks that do not call
+            alike, or an earlier async save that failed.
+        CollectiveError: a rank is gone, or did not call within the timeout.
+    """
+    prepared = _prepare(
+        "save_checkpoint",
+        directory,
+        model,
+        optimizer,
+        step=step,
+        keep=(keep_last, keep_every),
+        checksums=checksums,
+        state={"lr_scheduler": lr_scheduler, "scaler": scaler, "sampler": sampler, "extra": extra},
+    )
+    return _write(prepared)
+
+
+def async_save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    lr_scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    checksums: bool = True,
+) -> AsyncSave:
+    """`save_checkpoint`, whose files are written while training goes on; the call lasts as long as one copy.
+
+    The copy stays in memory (one copy of what this rank writes) until the next save. A save that failed raises at the
+    next save, at `wait()` of what is returned, or ends the process with an error at its exit. Two never overlap: a
+    save waits for the one before it.
+    """
+    prepared = _prepare(
+        "async_save_checkpoint",
+        directory,
+        model,
+        optimizer,
+        step=step,
+        keep=(keep_last, keep_every),
+        checksums=checksums,
+        state={"lr_scheduler": lr_scheduler, "scaler": scaler, "sampler": sampler, "extra": extra},
+    )
+    staged = replace(prepared, regions=async_save.staged(prepared.regions))
+    return async_save.start(lambda: _write(staged), step=prepared.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """All that a rank needs to write its part; nothing in it but `regions` changes when training goes on."""
+
+    mesh: Mesh
+    directory: Path
+    step: int
+    writing: Path
+    regions: list[Region]
+    total_bytes: int
+    state: str
+    contents: tuple[str, ...]
+    layout: dict[str, Any]
+    tied: dict[str, str]
+    keep: tuple[int | None, int | None]
+    checksums: bool
+
+
+def _prepare(
+    call: str,
+    directory: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    *,
+    step: int | None,
+    keep: tuple[int | None, int | None],
+    checksums: bool,
+    state: Mapping[str, Any],
+) -> _Prepared:
+    if isinstance(model, int) and not isinstance(model, bool):  # Fleet's form
+        if step is not None:
+            raise CheckpointError(f"{call}: the second argument is the step {model}, and step = {step} is given too")
+        model, step = None, model
+    async_save.finish()
+    job = find_job(model, optimizer, call=call)
+    runtime, mesh = job.runtime, job.runtime.mesh
+    path = Path(directory).absolute()
+    problem: BaseException | None = None
+    found: Found | None = None
+    try:
+        _check(call, job, path, step=step, keep=keep)
+        found = find(job, state)
+    except (HybridError, OSError) as error:
+        problem = error
+    said = agree((str(path), step, None if found is None else found.num_bytes), problem, runtime=runtime, what=call)
+    assert found is not None and step is not None
+    different = {(where, number) for where, number, _ in said}
+    if len(different) > 1:
+        raise CheckpointError(f"{call}: the ranks name different checkpoints: {sorted(map(str, different))}")
+    training_state.check_agreement(runtime, found.state)
+    shared = agree(found.plain, None, runtime=runtime, what=f"{call}, plain state")
+    groups = job.optimizer.whole_groups() if job.optimizer is not None else None
+    total = sum(size for _, _, size in said)
+    writing, document = None, None
+    problem = None
+    if mesh.rank == 0:
+        try:
+            document = encoded(job, found, shared, groups)
+            total += sum(region.num_bytes for region in document.regions) + len(document.text)
+            writing = _make_room(path, step, total)
+        except (HybridError, OSError) as error:
+            problem = error
+    writing = agree(writing, problem, runtime=runtime, what=f"{call}, folder")[0]
+    return _Prepared(
+        mesh=mesh,
+        directory=path,
+        step=step,
+        writing=writing,
+        regions=found.regions + (document.regions if document is not None else []),
+        total_bytes=total,
+        state="" if document is None else document.text,
+        contents=() if document is None else document.contents,
+        layout=layout_record(runtime),
+        tied=tied_names(job, shared),
+        keep=keep,
+        checksums=checksums,
+    )
+
+
+def _check(call: str, job: Job, path: Path, *, step: int | None, keep: tuple[int | None, int | None]) -> None:
+    """Raises CheckpointError: what can be seen before anything is collected."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"{call} needs step=..., a number of at least 0, got {step!r}")
+    for name, value in zip(("keep_last", "keep_every"), keep, strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise CheckpointError(f"{call}: {name} must be a number of at least 1, got {value!r}")
+    if keep[0] is None and keep[1] is not None:
+        raise CheckpointError(f"{call}: keep_every = {keep[1]} without keep_last removes nothing; give keep_last too")
+    if job.runtime.accumulated_weight is not None:
+        raise CheckpointError(
+            f"{call} between train_batch(step=False) and the update that it waits for: accumulated gradients are in no "
+            "checkpoint; save after the next train_batch with step=True, or zero_grad() first"
+        )
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{call}: {path} is a file; it must be a folder, or not exist")
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def _make_room(path: Path, step: int, total_bytes: int) -> Path:
+    """The folder to write into. Raises CheckpointError: the directory cannot be made, or has not enough space."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        folders.sweep(path)
+        free = shutil.disk_usage(path).free
+        if free < total_bytes + _SPARE_BYTES:
+            raise CheckpointError(
+                f"checkpoint of step {step}: it needs {_size(total_bytes)}, {_size(free)} are free at {path}; free "
+                "some or choose another directory. Nothing was written, earlier checkpoints stand"
+            )
+        return folders.new_writing_folder(path, step, f"{os.getpid()}-{time.time_ns():x}")
+    except OSError as error:
+        raise _unwritten(path, step, total_bytes, str(error)) from error
+
+
+def _write(prepared: _Prepared) -> Path:
+    """Write this rank's part and, on the first rank, what makes it a checkpoint. *Collective.*"""
+    mesh = prepared.mesh
+    try:
+        write_regions(
+            prepared.regions,
+            prepared.writing,
+            group=mesh.host_world(),
+            checksums=prepared.checksums,
+            conclude=lambda entries, files: _conclude(prepared, entries, files),
+        )
+    except CheckpointError as error:
+        if mesh.rank == 0:
+            shutil.rmtree(prepared.writing, ignore_errors=True)
+        raise _unwritten(prepared.directory, prepared.step, prepared.total_bytes, str(error)) from error.__cause__
+    except CollectiveError as error:
+        raise CollectiveError(
+            f"checkpoint of step {prepared.step}, being written to {prepared.directory}: {error}; earlier ones stand"
+        ) from error.__cause__
+    return prepared.directory / folders.step_folder_name(prepared.step)
+
+
+def _conclude(prepared: _Prepared, entries: dict[str, Entry], files: dict[str, FileRecord]) -> None:
+    state = prepared.state.encode()
+    record = folders.write_file(prepared.writing / STATE_FILE, state, checksum=prepared.checksums)
+    manifest = Manifest(
+        hybrid_version=hybrid.__version__,
+        torch_version=torch.__version__,
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        step=prepared.step,
+        layout=prepared.layout,
+        contents=prepared.contents,
+        files={STATE_FILE: record, **files},
+        entries=entries,
+        tied=prepared.tied,
+    )
+    folders.write_manifest(prepared.writing, manifest)
+    place = folders.commit(prepared.writing, prepared.directory, prepared.step)
+    keep_last, keep_every = prepared.keep
+    if keep_last is not None:
+        folders.retain(prepared.directory, keep_last=keep_last, keep_every=keep_every, never=place)
+
+
+def _unwritten(path: Path, step: int, total_bytes: int, said: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint of step {step} could not be written to {path}, it needs {_size(total_bytes)}: {said}. Earlier "
+        "checkpoints stand"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    amount = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
