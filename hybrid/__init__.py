@@ -38,6 +38,7 @@ _HOMES = {
     "is_initialized": "hybrid.compose.context",
     "get_mesh": "hybrid.compose.context",
     "load_checkpoint": "hybrid.compose.checkpoint_load",
+    "resume_directory": "hybrid.launch.variables",
     "save_checkpoint": "hybrid.compose.checkpoint_save",
     "set_full_parameter": "hybrid.compose.access",
     "shutdown": "hybrid.compose.context",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from hybrid.errors import ModelError as ModelError
     from hybrid.errors import OptimizerError as OptimizerError
     from hybrid.errors import StrategyError as StrategyError
+    from hybrid.launch.variables import resume_directory as resume_directory
     from hybrid.pipeline.layers import LayerDesc as LayerDesc
     from hybrid.pipeline.layers import PipelineLayer as PipelineLayer
     from hybrid.pipeline.layers import SharedLayerDesc as SharedLayerDesc

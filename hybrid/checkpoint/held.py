@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from hybrid.checkpoint.manifest import EntryKind
 from hybrid.contracts.placement import Placement
 from hybrid.contracts.ranges import deal, pieces, write_share
 from hybrid.errors import CheckpointError
@@ -35,7 +36,7 @@ class Region:
 
     Args:
         name: entry in the checkpoint.
-        kind: "parameter", "buffer" or "optimizer".
+        kind: what it is.
         dtype: of the entry; `tensor` may have another, and is converted.
         shape: sizes of the whole entry.
         offsets: where the rectangle begins in it.
@@ -43,7 +44,7 @@ class Region:
     """
 
     name: str
-    kind: str
+    kind: EntryKind
     dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -168,7 +169,7 @@ class HeldState:
             if engine.home_of(fqn) is None or parameter.numel() == 0:
                 yield self._part(fqn, parameter.detach())
 
-    def _part(self, fqn: str, view: torch.Tensor, *, name: str | None = None, kind: str = "parameter") -> _Part:
+    def _part(self, fqn: str, view: torch.Tensor, *, name: str | None = None, kind: EntryKind = "parameter") -> _Part:
         placement = self._engine.placements[fqn]
         dtype = getattr(torch, placement.dtype) if kind == "parameter" else view.dtype
         return _Part(fqn=fqn, name=name or model_entry(fqn), kind=kind, dtype=dtype, view=view, placement=placement)
@@ -253,7 +254,7 @@ class _Part:
 
     fqn: str
     name: str
-    kind: str
+    kind: EntryKind
     dtype: torch.dtype
     view: torch.Tensor  # in the parameter's own shape if all of the local parameter is here, else flat
     placement: Placement

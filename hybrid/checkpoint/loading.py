@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -141,10 +142,10 @@ class ReadShards(StorageReader):
         found = [(*self._places[item.storage_index], item) for item in plan.items]
         found.sort(key=lambda one: (one[0].file, one[0].begin))
         with ExitStack() as stack:
-            files: dict[str, BinaryIO] = {}
+            files: dict[str, FileIO] = {}
             for chunk, dtype, item in found:
                 if chunk.file not in files:
-                    files[chunk.file] = stack.enter_context((self._folder / chunk.file).open("rb", buffering=0))
+                    files[chunk.file] = stack.enter_context(FileIO(self._folder / chunk.file))
                 target = planner.resolve_tensor(item)
                 start = _contiguous_start(chunk.sizes, item.storage_offsets, item.lengths)
                 if (
@@ -202,9 +203,9 @@ def _contiguous_start(sizes: Sequence[int], offsets: Sequence[int], lengths: Seq
     return start
 
 
-def _read_into(file: BinaryIO, begin: int, target: torch.Tensor, *, name: str) -> None:
+def _read_into(file: FileIO, begin: int, target: torch.Tensor, *, name: str) -> None:
     file.seek(begin)
-    view = memoryview(target.detach().reshape(-1).view(torch.uint8).numpy())
+    view = target.detach().reshape(-1).view(torch.uint8).numpy().data
     while view:
         count = file.readinto(view)
         if not count:

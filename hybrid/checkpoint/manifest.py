@@ -27,6 +27,7 @@ MANIFEST_NAME = "manifest.json"
 MAX_PROBLEMS = 8  # a damaged manifest may have thousands; the first ones say enough
 
 Count = Annotated[int, Field(ge=0)]
+EntryKind = Literal["parameter", "buffer", "optimizer", "value"]
 Content = Literal["model", "optimizer", "lr_scheduler", "scaler", "sampler", "extra", "random"]
 
 # A plain name in the step's own folder, on any file system: no way out of it, no hidden file, no other spelling.
@@ -56,7 +57,7 @@ class Chunk(_Part):
 class Entry(_Part):
     """One tensor in the plain model's coordinates: no bucket, stage or rank, no padding."""
 
-    kind: Literal["parameter", "buffer", "optimizer", "value"]
+    kind: EntryKind
     dtype: str
     shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]

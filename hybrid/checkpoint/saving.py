@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hybrid.checkpoint.held import Region
-from hybrid.checkpoint.manifest import Chunk, Entry, FileRecord
+from hybrid.checkpoint.manifest import Chunk, Entry, EntryKind, FileRecord
 from hybrid.checkpoint.tensor_file import TensorFileWriter, TensorSpec
 from hybrid.collectives.group import Group
 from hybrid.contracts.ranges import coverage_problem
@@ -183,7 +183,9 @@ class WriteShards(StorageWriter):
         with TensorFileWriter(self._folder / name, specs, checksum=self._checksums) as writer:
             for item in items:
                 assert item.tensor_data is not None
-                writer.write(as_bytes(planner.resolve_data(item), item.tensor_data.properties.dtype))
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)
+                writer.write(as_bytes(tensor, item.tensor_data.properties.dtype))
             record = writer.close()
         return [
             WriteResult(
@@ -200,7 +202,7 @@ class WriteShards(StorageWriter):
         for result in (result for of_rank in results for result in of_rank):
             files[result.storage_data.file] = result.storage_data.record
             places[result.index.fqn, tuple(result.index.offset or ())] = result.storage_data
-        kinds: Mapping[str, str] = metadata.planner_data
+        kinds: Mapping[str, EntryKind] = metadata.planner_data
         entries = {}
         for name, entry in sorted(metadata.state_dict_metadata.items()):
             assert isinstance(entry, TensorStorageMetadata)
@@ -230,4 +232,4 @@ def dtype_name(dtype: torch.dtype) -> str:
 def as_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
     """The values in C order; a copy only where they lie otherwise, in another dtype or on another device."""
     flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

@@ -260,6 +260,8 @@ class _Encoder:
             tensor, node["complex"] = torch.view_as_real(tensor), True
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"{_short(path)} is a tensor of {tensor.dtype}; a checkpoint has no such type")
+        if tensor.numel() == 0:
+            tensor = tensor.new_empty(tensor.shape)  # those from numpy have strides of 0
         while f"{NAMES}{self._next}" in self._tensors:
             self._next += 1
         node["name"] = f"{NAMES}{self._next}"

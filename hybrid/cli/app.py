@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hybrid import __version__
+from hybrid.cli.checkpoint import commands as checkpoint_commands
 from hybrid.cli.demo import demo
 from hybrid.cli.explain import explain
 from hybrid.cli.run import run
@@ -34,6 +35,7 @@ Start here:
   hybrid run --nproc 4 train.py --epochs 3      your script on 4 ranks of this machine
   hybrid explain strategy.yaml --world-size 16  every setting of a strategy and where it comes from
   hybrid schedule --stages 4 --micro-batches 8  who does what when in a pipeline, and the bubble
+  hybrid checkpoint ls runs/a                   checkpoints of a folder; verify, show, export
 
 \b
 In the script:
@@ -52,6 +54,7 @@ app = typer.Typer(
 )
 for _name, _function, _settings in COMMANDS:
     app.command(_name, context_settings={"help_option_names": ["-h", "--help"], **_settings})(_function)
+app.add_typer(checkpoint_commands, short_help="Look at checkpoints, check their files, export weights.")
 
 
 def _print_version(value: bool) -> None:

@@ -10,16 +10,19 @@ from typing import Annotated
 
 import typer
 
+from hybrid.checkpoint.folder import latest_complete
 from hybrid.cli.demo_display import DemoDisplay
 from hybrid.errors import StrategyError
 from hybrid.launch.job import LaunchJob
 from hybrid.launch.run import run_job
+from hybrid.launch.variables import resume_directory
 from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 
 __all__ = ["demo"]
 
 DEFAULT_STAGE = 2
 DEFAULT_BATCH = 8
+DEFAULT_SAVE_EVERY = 20
 
 
 def demo(
@@ -41,6 +44,20 @@ def demo(
         int | None,
         typer.Option("--batch", help=f"Sequences per step over all ranks.  [default: about {DEFAULT_BATCH}]"),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="DIR",
+            help="Save checkpoints into DIR, and go on from the newest complete one there, on any number of ranks.",
+        ),
+    ] = None,
+    save_every: Annotated[
+        int | None,
+        typer.Option(
+            "--save-every", help=f"Steps between checkpoints, with --resume.  [default: {DEFAULT_SAVE_EVERY}]"
+        ),
+    ] = None,
     strategy: Annotated[
         Path | None,
         typer.Option("--strategy", metavar="FILE", help="Strategy file (YAML or JSON) instead of the options."),
@@ -59,11 +76,14 @@ def demo(
       hybrid demo --nproc 4 --stage 2 --shard-size 2
       hybrid demo --stage 3 --amp bf16 --recompute
       hybrid demo --strategy strategy.yaml
+      hybrid demo --resume checkpoints        # stop it with Ctrl-C; the same command goes on
     """
     if steps < 1:
         raise typer.BadParameter(f"is {steps}; expected 1 or more", param_hint="--steps")
     if nproc < 1:
         raise typer.BadParameter(f"is {nproc}; expected 1 or more", param_hint="--nproc")
+    if save_every is not None and save_every < 1:
+        raise typer.BadParameter(f"is {save_every}; expected 1 or more", param_hint="--save-every")
     if amp is not None and amp not in _AMP_DTYPES:
         raise typer.BadParameter(f"is {amp!r}; expected one of {', '.join(_AMP_DTYPES)}", param_hint="--amp")
     if strategy is None:
@@ -74,6 +94,10 @@ def demo(
     if strategy is not None:
         _check_agreement(strategy, resolved, stage=stage, shard_size=shard_size, amp=amp, recompute=recompute)
     batch_per_rank = _batch_per_rank(resolved, batch)
+    directory = resume_directory() if resume is None else resume
+    if save_every is not None and directory is None:
+        raise typer.BadParameter(f"is {save_every}, without --resume DIR, where to save", param_hint="--save-every")
+    first_step = 0 if directory is None else _step_to_go_on_from(directory, steps)
 
     log_dir = Path(tempfile.mkdtemp(prefix="hybrid-demo-"))
     strategy_file = log_dir / "strategy.yaml"
@@ -81,17 +105,24 @@ def demo(
     job = LaunchJob(
         script="hybrid.demo.train",
         is_module=True,
-        arguments=(f"--steps={steps}", f"--batch={batch_per_rank}"),
+        arguments=(
+            f"--steps={steps}",
+            f"--batch={batch_per_rank}",
+            f"--save-every={DEFAULT_SAVE_EVERY if save_every is None else save_every}",
+        ),
         num_processes=nproc,
         strategy=strategy_file,
+        resume=resume,
         log_dir=log_dir,
         show_output=False,
     )
-    display = DemoDisplay(resolved=resolved, num_steps=steps)
+    display = DemoDisplay(resolved=resolved, num_steps=steps, first_step=first_step)
     with display:
         outcome = run_job(job, on_poll=display.update)
     if outcome.exit_code != 0:
         print(f"hybrid demo: {outcome.message}", file=sys.stderr)
+        if directory is not None and (newest := latest_complete(directory)[0]) is not None:
+            print(f"hybrid demo: the same command goes on after step {newest.step}", file=sys.stderr)
         raise typer.Exit(outcome.exit_code)
     display.print_result()
     shutil.rmtree(log_dir)
@@ -117,6 +148,18 @@ def _from_options(
     if recompute:
         settings["recompute"] = True
     return DistributedStrategy(settings)
+
+
+def _step_to_go_on_from(directory: Path, steps: int) -> int:
+    """The step of the newest complete checkpoint; 0 if there is none."""
+    newest, _ = latest_complete(directory)
+    if newest is not None and newest.step >= steps:
+        raise typer.BadParameter(
+            f"is {steps}, and the newest checkpoint in {directory} is of step {newest.step}: nothing is left to train; "
+            "give more steps, or another folder",
+            param_hint="--steps",
+        )
+    return 0 if newest is None else newest.step
 
 
 def _check_agreement(

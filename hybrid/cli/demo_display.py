@@ -23,10 +23,13 @@ NUM_PLAIN_LINES = 10
 class DemoDisplay:
     """Follows the events of the ranks. Use as a context around the run; `print_result` after it."""
 
-    def __init__(self, *, resolved: ResolvedStrategy, num_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, *, resolved: ResolvedStrategy, num_steps: int, first_step: int = 0, console: Console | None = None
+    ) -> None:
         self._console = Console(highlight=False) if console is None else console
         self._resolved = resolved
         self._num_steps = num_steps
+        self._first_step = first_step  # those up to it were trained by an earlier run
         self._reader = ProgressReader(num_ranks=resolved.world_size)
         self._memory: dict[int, Memory] = {}
         self._started: Started | None = None
@@ -40,7 +43,7 @@ class DemoDisplay:
             TimeRemainingColumn(compact=True),
             console=self._console,
         )
-        self._task = self._bar.add_task("train", total=num_steps, text="starting the ranks")
+        self._task = self._bar.add_task("train", total=num_steps, completed=first_step, text="starting the ranks")
         self._below = Text()
         self._live = Live(Group(self._bar, self._below), console=self._console, transient=True)
 
@@ -50,7 +53,8 @@ class DemoDisplay:
             sharding += f", shard_size {self._resolved.shard_size}"
         self._console.print(
             f"A byte-level GPT on the source of Python's standard library: {self._resolved.world_size} ranks, "
-            f"{sharding}, {self._num_steps} steps. Ctrl-C ends all ranks.",
+            f"{sharding}, {self._num_steps} steps{f', on from step {self._first_step}' if self._first_step else ''}. "
+            "Ctrl-C ends all ranks.",
             soft_wrap=True,
         )
         if self._console.is_terminal:
@@ -98,7 +102,7 @@ class DemoDisplay:
         assert self._finished is not None, "a run that ended well has finished"
         seconds = self._finished.train_seconds
         self._console.print(
-            f"{self._num_steps} steps in {format_seconds(seconds)}. Held-out loss: "
+            f"{self._num_steps - self._first_step} steps in {format_seconds(seconds)}. Held-out loss: "
             f"{self._started.held_out_loss:.3f} nats per byte before, "
             f"[bold]{self._finished.held_out_loss:.3f}[/] after.",
             soft_wrap=True,

@@ -8,12 +8,17 @@ from typing import Annotated
 
 import typer
 
+from hybrid.checkpoint.folder import latest_complete, step_folder_name
+from hybrid.checkpoint.manifest import MANIFEST_NAME
+from hybrid.errors import LaunchError
 from hybrid.launch.job import LaunchJob
+from hybrid.launch.restart import run_with_restarts
 from hybrid.launch.run import run_job
 
 __all__ = ["run"]
 
 NODES = "More than one machine"
+RESTARTS = "Going on after a failure"
 
 
 def run(
@@ -34,6 +39,37 @@ def run(
     log_dir: Annotated[
         Path, typer.Option("--log-dir", metavar="DIR", help="Each run makes a new folder in it.")
     ] = Path("hybrid_logs"),
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="DIR",
+            help="Folder in which the script saves checkpoints: hybrid.load_checkpoint(None, ...) continues from the "
+            "newest complete one in it, and hybrid.resume_directory() names it. Empty or missing at the first start.",
+            rich_help_panel=RESTARTS,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            metavar="N",
+            help="After a failure start all ranks again, N times at most. Not after Ctrl-C or SIGTERM, and not when "
+            "three attempts in a row end in the same error without a new checkpoint. Needs --resume; one machine.",
+            rich_help_panel=RESTARTS,
+        ),
+    ] = 0,
+    min_nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--min-nproc",
+            metavar="M",
+            help="A restart may use fewer ranks, M at least, as far as the strategy file (or its absence) allows: when "
+            "ranks were killed by a signal in two attempts in a row, and either the same rank both times or no "
+            "checkpoint came in between.  [default: as --nproc]",
+            rich_help_panel=RESTARTS,
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     nnodes: Annotated[int, typer.Option("--nnodes", help="Number of machines.", rich_help_panel=NODES)] = 1,
     node_rank: Annotated[
@@ -74,6 +110,7 @@ def run(
     Examples:
       hybrid run --nproc 4 train.py --lr 1e-3
       hybrid run --nproc 4 --strategy zero2.yaml -m package.train
+      hybrid run --nproc 4 --resume checkpoints --max-restarts 3 train.py
       hybrid run --nproc 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 train.py
     """
     job = LaunchJob(
@@ -88,9 +125,40 @@ def run(
         rdzv_endpoint=rdzv_endpoint,
         rdzv_id=rdzv_id,
         strategy=strategy,
+        resume=resume,
+        max_restarts=max_restarts,
+        min_processes=min_nproc,
         log_dir=log_dir,
     )
-    outcome = run_job(job)
+    job.check()
+    directory = job.resume_directory
+    if directory is not None:
+        if (directory / MANIFEST_NAME).exists():
+            raise LaunchError(
+                f"{directory} is itself a checkpoint; give the folder that it lies in: --resume {directory.parent}"
+            )
+        newest = newest_checkpoint(directory)
+        _say(
+            f"the newest complete checkpoint in {directory} is {newest}"
+            if newest
+            else f"no complete checkpoint in {directory} yet"
+        )
+    if directory is not None and max_restarts > 0:
+        outcome = run_with_restarts(job, newest_checkpoint=lambda: newest_checkpoint(directory), say=_say)
+    else:
+        outcome = run_job(job)
     if outcome.message:
-        print(f"\nhybrid run: {outcome.message}", file=sys.stderr)
+        _say(outcome.message)
     raise typer.Exit(outcome.exit_code)
+
+
+def newest_checkpoint(directory: Path) -> str | None:
+    """Name of the newest complete checkpoint; newer ones that are not complete are told."""
+    newest, passed_over = latest_complete(directory.resolve())
+    for folder, reason in passed_over:
+        _say(f"passed over {folder.name}: {reason}")
+    return None if newest is None else step_folder_name(newest.step)
+
+
+def _say(text: str) -> None:
+    print(f"\nhybrid run: {text}", file=sys.stderr, flush=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +15,7 @@ from hybrid.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hybrid.checkpoint.verify import verify
 from hybrid.compose.checkpoint_job import Job, agree
 from hybrid.errors import CheckpointError, HybridError
-from hybrid.launch.variables import RESUME_VARIABLE
+from hybrid.launch.variables import resume_directory
 
 __all__ = ["Chosen", "choose"]
 
@@ -29,8 +29,10 @@ class Chosen:
     passed_over: tuple[str, ...] = ()
 
 
-def choose(job: Job, directory: Any, *, step: int | Literal["latest"], fallback: bool, checksums: bool) -> Chosen:
-    """The checkpoint to load, verified. *Collective.*"""
+def choose(
+    job: Job, directory: Any, *, step: int | Literal["latest"], fallback: bool, checksums: bool
+) -> Chosen | None:
+    """The checkpoint to load, verified; None at the first start of a run that can be resumed. *Collective.*"""
     runtime = job.runtime
     passed_over: list[str] = []
     too_new: set[Path] = set()
@@ -43,7 +45,9 @@ def choose(job: Job, directory: Any, *, step: int | Literal["latest"], fallback:
             except (HybridError, OSError) as error:
                 problem = error
         path, everything = agree((path, passed_over), problem, runtime=runtime, what="load_checkpoint")[0]
-        manifest = _together(job, f"load_checkpoint of {path}", lambda path=path: folders.read_manifest(path))
+        if path is None:
+            return None
+        manifest = _together(job, f"load_checkpoint of {path}", partial(folders.read_manifest, path))
         digest = hashlib.sha256(manifest.to_json().encode()).hexdigest()
         digests = agree(digest, None, runtime=runtime, what="load_checkpoint, manifest")
         if len(set(digests)) > 1:
@@ -71,14 +75,20 @@ def choose(job: Job, directory: Any, *, step: int | Literal["latest"], fallback:
         too_new.add(path)
 
 
-def _find_folder(directory: Any, step: int | str, *, without: set[Path]) -> tuple[Path, list[str]]:
-    """The folder, and what is said of newer ones. Raises CheckpointError: there is none."""
+def _find_folder(directory: Any, step: int | str, *, without: set[Path]) -> tuple[Path | None, list[str]]:
+    """The folder, and what is said of newer ones; no folder at a first start.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if directory is None:
-        directory = os.environ.get(RESUME_VARIABLE)
-        if not directory:
+        directory = resume_directory()
+        if step == "latest" and (directory is None or _is_empty(directory)):
+            return None, []
+        if directory is None:
             raise CheckpointError(
-                "load_checkpoint(None, ...) takes the directory of `hybrid run --resume DIR`, which was not given: "
-                "pass the directory"
+                f"load_checkpoint(None, step={step}) takes the directory of `hybrid run --resume DIR`, which was not "
+                "given: pass the directory"
             )
     path = Path(directory).absolute()
     if not path.is_dir():
@@ -100,12 +110,17 @@ def _find_folder(directory: Any, step: int | str, *, without: set[Path]) -> tupl
         steps = ", ".join(str(one.step) for one in listed if one.problem is None)
         why = f": {found[0].problem}" if found else ""
         raise CheckpointError(f"{path} has no complete checkpoint of step {step}{why}; complete are {steps or 'none'}")
-    said = []
+    said: list[str] = []
     for one in listed:
         if one.problem is None:
             return one.path, said
         said.append(f"{one.path.name} was passed over: {one.problem}")
     raise CheckpointError(f"{path} has no complete checkpoint{': ' + '; '.join(said) if said else ''}")
+
+
+def _is_empty(directory: Path) -> bool:
+    """Whether nothing was saved in it so far. Whatever is there, also if damaged, is no first start."""
+    return not (directory / MANIFEST_NAME).exists() and not folders.list_steps(directory)
 
 
 def _together(job: Job, what: str, work: Callable[[], _Result]) -> _Result:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from hybrid.checkpoint.held import PlainValue, Region
+from hybrid.checkpoint.manifest import Content
 from hybrid.checkpoint.values import encode
 from hybrid.compose import training_state
 from hybrid.compose.checkpoint_job import Job, extra_states, held_by, persistent_buffers, writes_buffers
@@ -83,7 +84,7 @@ def tied_names(job: Job, shared: list[Plain]) -> dict[str, str]:
 class Document:
     text: str
     regions: list[Region]
-    contents: tuple[str, ...]
+    contents: tuple[Content, ...]
 
 
 def encoded(job: Job, found: Found, shared: list[Plain], groups: list[dict[str, Any]] | None) -> Document:
@@ -112,6 +113,6 @@ def encoded(job: Job, found: Found, shared: list[Plain], groups: list[dict[str, 
         )
         for name, tensor in tensors.items()
     ]
-    contents = ["model"] if job.model is not None else []
-    contents += [key for key in ("optimizer", "lr_scheduler", "scaler", "sampler", "extra", "random") if key in tree]
-    return Document(text=json.dumps(document), regions=regions, contents=tuple(contents))
+    has_model = job.model is not None
+    contents = tuple(part for part in get_args(Content) if part in tree or (part == "model" and has_model))
+    return Document(text=json.dumps(document), regions=regions, contents=contents)

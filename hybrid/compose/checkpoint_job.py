@@ -71,7 +71,11 @@ def find_job(model: Any, optimizer: Any, *, call: str) -> Job:
         raise CheckpointError(f"{call} needs an optimizer from distributed_optimizer, got {type(optimizer).__name__}")
     if model is not None and optimizer is not None and optimizer.hybrid_runtime is not model.hybrid_runtime:
         raise CheckpointError(f"{call}: the optimizer is that of another model")
-    runtime = model.hybrid_runtime if model is not None else optimizer.hybrid_runtime
+    if model is not None:
+        runtime = model.hybrid_runtime
+    else:
+        assert optimizer is not None, "one of them is there: given, or found with its runtime"
+        runtime = optimizer.hybrid_runtime
     return Job(runtime=runtime, model=model, optimizer=optimizer)
 
 

@@ -40,6 +40,8 @@ from hybrid.sharding.optimizer_state import MASTER, OptimizerShards
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint"]
 
+_EXTRA_STATE = "model_extra_state"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
@@ -47,7 +49,7 @@ class LoadedCheckpoint:
 
     Args:
         step: its number.
-        path: its folder.
+        path: its folder; None if nothing was there to load (`directory=None` at a first start).
         extra: what was given to the save as `extra`.
         missing: names that the model or the optimizer has and the checkpoint has not (strict=False).
         unexpected: names that only the checkpoint has.
@@ -56,7 +58,7 @@ class LoadedCheckpoint:
     """
 
     step: int
-    path: Path
+    path: Path | None
     extra: Any = None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -82,7 +84,8 @@ def load_checkpoint(
     Nothing of the model is touched before the files are verified and every name, shape and type is compared.
 
     Args:
-        directory: that of the job's checkpoints, or the folder of one. None: the one of `hybrid run --resume`.
+        directory: that of the job's checkpoints, or the folder of one. None: the one of `hybrid run --resume`; without
+            one, or if nothing was saved in it so far, nothing is loaded: a first start, of step 0.
         model: weights and buffers are loaded into it; None with an optimizer: only the optimizer's state is loaded.
         optimizer: its state is loaded; None with a model: only weights. Neither: the ones that were wrapped.
         step: "latest" is the newest complete one.
@@ -103,6 +106,8 @@ def load_checkpoint(
     job = find_job(model, optimizer, call="load_checkpoint")
     asked = {"lr_scheduler": lr_scheduler, "scaler": scaler, "sampler": sampler}
     chosen = choose(job, directory, step=step, fallback=fallback, checksums=checksums)
+    if chosen is None:
+        return LoadedCheckpoint(step=0, path=None)
     plan = _compare(job, chosen, asked, strict=strict)
     _read(job, chosen, plan)
     _settle(job, plan)
@@ -177,8 +182,8 @@ def _compare_here(
     def tensors(name: str) -> torch.Tensor:
         return read_entry(chosen.path, manifest, name)
 
-    def decoded(name: str, default: Any) -> Any:
-        return decode(document[name], tensors=tensors, where=name) if name in document else default
+    def tree(name: str) -> Any:
+        return decode(document[name], tensors=tensors, where=name)
 
     for name, part in (("model", job.model), ("optimizer", job.optimizer)):
         if part is not None and name not in manifest.contents:
@@ -191,7 +196,7 @@ def _compare_here(
     state: dict[str, dict[str, Any]] = {}
     options = None
     if job.optimizer is not None and "optimizer" in manifest.contents:
-        saved = decoded("optimizer", None)
+        saved = tree("optimizer")
         shards = job.optimizer.hybrid_shards
         state, of_optimizer = _optimizer_state(held, shards, manifest, saved["values"], lists)
         # The full precision of a weight comes with the optimizer's state; the weight itself is that, rounded.
@@ -208,13 +213,12 @@ def _compare_here(
         **asked,
     )
     lists.problems += training.problems
-    extra_states = {} if job.model is None else decoded("model_extra_state", {})
     return _Plan(
         regions=regions,
         state=state,
         groups=options,
         training=training,
-        extra_states=extra_states,
+        extra_states=tree(_EXTRA_STATE) if job.model is not None and _EXTRA_STATE in document else {},
     )
 
 
@@ -236,9 +240,11 @@ def _read_state(chosen: Chosen) -> dict[str, Any]:
     """What is no tensor of a parameter's shape, still encoded."""
     path = chosen.path / STATE_FILE
     try:
-        document: dict[str, Any] = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} is damaged: it is no object but a {type(document).__name__}")
     return document
 
 

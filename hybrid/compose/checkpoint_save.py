@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-import hybrid
+from hybrid import __version__
 from hybrid.checkpoint import folder as folders
 from hybrid.checkpoint.held import Region
-from hybrid.checkpoint.manifest import Entry, FileRecord, Manifest
+from hybrid.checkpoint.manifest import Content, Entry, FileRecord, Manifest
 from hybrid.checkpoint.saving import write_regions
 from hybrid.compose import async_save, training_state
 from hybrid.compose.checkpoint_contents import STATE_FILE, Found, encoded, find, tied_names
@@ -135,7 +135,7 @@ class _Prepared:
     regions: list[Region]
     total_bytes: int
     state: str
-    contents: tuple[str, ...]
+    contents: tuple[Content, ...]
     layout: dict[str, Any]
     tied: dict[str, str]
     keep: tuple[int | None, int | None]
@@ -266,7 +266,7 @@ def _conclude(prepared: _Prepared, entries: dict[str, Entry], files: dict[str, F
     state = prepared.state.encode()
     record = folders.write_file(prepared.writing / STATE_FILE, state, checksum=prepared.checksums)
     manifest = Manifest(
-        hybrid_version=hybrid.__version__,
+        hybrid_version=__version__,
         torch_version=torch.__version__,
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         step=prepared.step,

@@ -3,8 +3,8 @@
     save   collect            states of what was given, on this rank
            check_agreement    all ranks have the same                                          *collective*
            random_record      this rank's generators
-    load   check              everything is compared and tried, nothing is set: problems and warnings
-           restore            set
+    load   prepare            everything is read and tried, nothing is set: problems and warnings
+           Restoration.apply  set
 
 All ranks must have the same scheduler, scaler, sampler and `extra`: one copy is saved, for any number of ranks to load.
 What differs in `extra` (a rank's own loss, a clock) is refused with its place; saving the first rank's would lose the
@@ -13,39 +13,30 @@ others' in silence. Random states are each rank's own, and go back to it where t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from xxhash import xxh3_64, xxh3_128
 
-from hybrid.checkpoint.values import CODE_TYPES, encode
-from hybrid.collectives import ops
+from hybrid.checkpoint.values import CODE_TYPES, decode, encode
 from hybrid.compose.runtime import Runtime
+from hybrid.compose.same_state import check_agreement
 from hybrid.data.sampler import DistributedBatchSampler
 from hybrid.errors import CheckpointError, HybridError
 from hybrid.rng import check_random_states, random_states, set_random_states
 from hybrid.tensor.region import CutRegion
 
-__all__ = ["Restored", "check", "check_agreement", "collect", "random_record", "restore"]
-
-_REMEDIES = {
-    "lr_scheduler": "step it alike on all ranks (ReduceLROnPlateau with a loss that all of them have)",
-    "scaler": "call scaler.update() on all ranks alike",
-    "sampler": "all ranks must have read the same number of batches",
-    "extra": "give the same on all ranks: one rank's value broadcast, or all ranks' values gathered in a list",
-}
+__all__ = ["Restoration", "check_agreement", "collect", "prepare", "random_record"]
 
 # Who draws which random numbers does not depend on how state is cut.
 _NO_MATTER_FOR_RANDOM = ("zero_stage", "shard_size", "partition", "bucket_bytes")
+
+_UNREADABLE = object()
 
 
 # -- saving ------------------------------------------------------------------------------------------------------
@@ -85,32 +76,6 @@ def collect(
     return trees
 
 
-def check_agreement(runtime: Runtime, trees: Mapping[str, Any]) -> None:
-    """Compare what `collect` returned over all ranks. *Collective* over the world; sends some bytes if all agree.
-
-    Raises:
-        CheckpointError: the ranks were given different things; on all of them, with the first difference of each.
-    """
-    world = runtime.mesh.world
-    mine = {name: list(_leaves(tree, name)) for name, tree in trees.items()}
-    digests = {name: xxh3_128(repr(leaves).encode()).hexdigest() for name, leaves in mine.items()}
-    everyone = ops.all_gather_object(digests, group=world)
-    if all(theirs == everyone[0] for theirs in everyone):
-        return
-    problems = []
-    for name, remedy in _REMEDIES.items():
-        found = [theirs.get(name) for theirs in everyone]
-        with_it = [rank for rank, digest in enumerate(found) if digest is not None]
-        if 0 < len(with_it) < len(found):
-            without = [rank for rank in range(len(found)) if rank not in with_it]
-            problems.append(f"{name} was given on ranks {with_it} and not on ranks {without}; give it on all")
-        elif len(set(found)) > 1:
-            all_leaves = ops.all_gather_object(mine[name], group=world)
-            rank = next(rank for rank, digest in enumerate(found) if digest != found[0])
-            problems.append(f"{_first_difference(all_leaves[0], all_leaves[rank], rank)}; {remedy}")
-    raise CheckpointError("the ranks do not save the same: " + "; ".join(problems))
-
-
 def random_record(runtime: Runtime) -> dict[str, torch.Tensor]:
     """The states of this rank's generators, to be saved between two steps."""
     _leave_regions(runtime)
@@ -144,11 +109,17 @@ def _has(value: Any, method: str) -> bool:
     return callable(getattr(value, method, None))
 
 
+def _holds_objects(given: Any) -> bool:
+    if isinstance(given, Mapping | list | tuple) and not _has(given, "state_dict"):
+        return any(_holds_objects(one) for one in (given.values() if isinstance(given, Mapping) else given))
+    return _has(given, "state_dict")
+
+
 def _state_of(path: str, given: Any) -> Any:
     if isinstance(given, list | tuple):
         return [_state_of(f"{path}[{index}]", one) for index, one in enumerate(given)]
     if isinstance(given, Mapping) and not _has(given, "state_dict"):
-        if not any(_has(one, "state_dict") for one in given.values()):
+        if not _holds_objects(given):
             return dict(given)  # a state already
         return {key: _state_of(f"{path}[{key!r}]", one) for key, one in given.items()}
     if not _has(given, "state_dict"):
@@ -170,134 +141,122 @@ def _without_code(state: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(place, what is there) of all of a tree that `encode` takes, in an order that values decide."""
-    if isinstance(value, list | tuple):
-        yield path, f"a {type(value).__name__} of {len(value)}"
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
-    elif isinstance(value, dict | argparse.Namespace):
-        items = value if isinstance(value, dict) else vars(value)
-        yield path, f"a {type(value).__name__} of {len(items)}"
-        for key, item in sorted(items.items(), key=lambda pair: repr(pair[0])):
-            yield from _leaves(item, f"{path}[{key!r}]")
-    elif isinstance(value, set | frozenset):
-        yield path, f"a {type(value).__name__} of {sorted(map(repr, value))}"
-    elif isinstance(value, torch.Tensor | np.ndarray):
-        plain = torch.as_tensor(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
-        checksum = xxh3_64(memoryview(plain.reshape(-1).view(torch.uint8).numpy())).hexdigest()
-        yield path, f"a {type(value).__name__} of {plain.dtype}, shape {tuple(plain.shape)}, checksum {checksum}"
-    else:
-        yield path, repr(value)
-
-
-def _first_difference(first: list[tuple[str, str]], other: list[tuple[str, str]], rank: int) -> str:
-    for (path, text), (other_path, other_text) in zip_longest(first, other, fillvalue=("", "")):
-        if path != other_path:
-            return f"rank 0 has {path or 'nothing more'} where rank {rank} has {other_path or 'nothing more'}"
-        if text != other_text:
-            return f"{path} is {text} on rank 0 and {other_text} on rank {rank}"
-    raise AssertionError("two trees with different digests and equal leaves")
-
-
 # -- loading -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What a checkpoint has for this rank, compared and tried; `restore` sets it.
+class Restoration:
+    """What a checkpoint has for this rank, read and tried; nothing is set before `apply`.
 
-    problems: why it must not be set; empty if it may.
+    problems: why it must not be applied; empty if it may.
     warnings: what the checkpoint has and nobody asked for, what is not restored. The same on all ranks.
     extra: as it was saved; None if there was none.
     loads: (place, object, its state).
     random: this rank's generators; None: they stay as they are.
     """
 
+    runtime: Runtime
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     extra: Any
     loads: tuple[tuple[str, Any, Any], ...]
     random: Mapping[str, torch.Tensor] | None
 
+    def apply(self) -> None:
+        """Set everything; if an object refuses its state after all, those before it get theirs back.
 
-def check(
+        Raises:
+            CheckpointError: an object refused.
+        """
+        assert not self.problems, self.problems
+        before: list[tuple[Any, Any]] = []
+        for path, target, state in self.loads:
+            try:
+                before.append((target, copy.deepcopy(_state_of(path, target))))
+                target.load_state_dict(state)
+            except Exception as error:
+                for done, old in reversed(before):
+                    with suppress(Exception):  # the first error is the one to see
+                        done.load_state_dict(old)
+                reason = f"{type(error).__name__}: {error}"
+                raise CheckpointError(f"{path}: its load_state_dict() raised {reason}") from error
+        if self.random is not None:
+            _leave_regions(self.runtime)  # or the next forward would put an older state over the one set here
+            set_random_states(self.random)
+
+
+def prepare(
     runtime: Runtime,
     document: Mapping[str, Any],
-    asked: Mapping[str, Any],
     *,
+    tensors: Callable[[str], torch.Tensor],
+    saved_layout: Mapping[str, Any],
     layout: Mapping[str, Any],
-    own_layout: Mapping[str, Any],
-    random: bool,
-) -> Restored:
-    """Compare and try what the checkpoint has for these objects; sets nothing, raises nothing.
+    lr_scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Any = None,
+    random: bool = True,
+) -> Restoration:
+    """Read and try what the checkpoint has for these objects; sets nothing, raises nothing.
 
     Args:
-        document: name -> tree that `collect` gave; under "random" the list of all ranks' `random_record`s.
-        asked: "lr_scheduler", "scaler", "sampler" -> what to load into, of the same form as at the save; None: left as
-            it is.
-        layout, own_layout: of the run that saved, and of this one, in one form.
+        document: what `encode` made of each tree that `collect` gave, by name; and under "random" of the list of all
+            ranks' `random_record`s.
+        tensors: the tensor of a name.
+        saved_layout, layout: of the run that saved, and of this one, in one form.
+        lr_scheduler, scaler, sampler: what to load into, of the same form as at the save; None: left as it is.
         random: whether a run goes on: generators are put back, and the scale of the strategy's own scaler.
     """
-    problems: list[str] = []
-    notes: list[str] = []
+    reading = _Reading(document=document, tensors=tensors)
     loads: list[tuple[str, Any, Any]] = []
-    scaler, problem = _chosen_scaler(runtime, asked.get("scaler"))
-    if problem:
-        problems.append(problem)
-    is_own = asked.get("scaler") is None  # the strategy's, if any: a checkpoint of another precision has none
-    if is_own and not random:
-        scaler = None
-    for name, given in {**asked, "scaler": scaler}.items():
-        if given is None:
+    is_own = scaler is None  # the strategy's, if any: a checkpoint of another precision has none
+    scaler, problem = _chosen_scaler(runtime, scaler)
+    reading.problems += [problem] if problem else []
+    given = {"lr_scheduler": lr_scheduler, "scaler": None if is_own and not random else scaler, "sampler": sampler}
+    for name, one in given.items():
+        if one is None:
             if name in document and not (problem and name == "scaler"):
-                notes.append(f"the checkpoint has a state of {name}, which is not loaded: none was given")
+                reading.warnings.append(f"the checkpoint has a state of {name}, which is not loaded: none was given")
         elif name in document:
-            for path, target, state in _pairs(name, given, document[name], problems):
-                problems += _misfits(path, target, state)
+            for path, target, state in _pairs(name, one, reading.tree(name, document[name]), reading.problems):
+                reading.problems += _misfits(path, target, state)
                 loads.append((path, target, state))
         elif name == "scaler" and is_own:
-            notes.append(f"the checkpoint has no loss scale: it starts at {given.get_scale():g}")
+            reading.warnings.append(f"the checkpoint has no loss scale: it starts at {one.get_scale():g}")
         else:
-            problems.append(f"{name} was given, and the checkpoint has none; leave it out to start it afresh")
-    record = None
-    if random:
-        record, note = _own_random(runtime, document.get("random"), layout, own_layout, problems)
-        notes += [note] if note else []
-    return Restored(
-        problems=tuple(problems),
-        warnings=tuple(notes),
-        extra=document.get("extra"),
+            reading.problems.append(f"{name} was given, and the checkpoint has none; leave it out to start it afresh")
+    return Restoration(
+        runtime=runtime,
+        extra=reading.tree("extra", document.get("extra")),
+        random=_own_random(runtime, reading, saved_layout, layout) if random else None,
         loads=tuple(loads),
-        random=record,
+        problems=tuple(reading.problems),
+        warnings=tuple(reading.warnings),
     )
 
 
-def restore(runtime: Runtime, restored: Restored) -> None:
-    """Set everything that `check` found; if an object refuses its state after all, those before it get theirs back.
+@dataclass(slots=True, kw_only=True)
+class _Reading:
+    """A checkpoint that is being read, and what was found."""
 
-    Raises:
-        CheckpointError: an object refused.
-    """
-    assert not restored.problems, restored.problems
-    before: list[tuple[Any, Any]] = []
-    for path, target, state in restored.loads:
+    document: Mapping[str, Any]
+    tensors: Callable[[str], torch.Tensor]
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def tree(self, where: str, document: Any) -> Any:
+        """The tree that was saved; `_UNREADABLE` if it cannot be read, which is noted."""
         try:
-            before.append((target, copy.deepcopy(_state_of(path, target))))
-            target.load_state_dict(state)
-        except Exception as error:
-            for done, old in reversed(before):
-                with suppress(Exception):  # the first error is the one to see
-                    done.load_state_dict(old)
-            reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{path}: its load_state_dict() raised {reason}") from error
-    if restored.random is not None:
-        _leave_regions(runtime)  # or the next forward would put an older state over the one set here
-        set_random_states(restored.random)
+            return decode(document, tensors=self.tensors, where=where)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return _UNREADABLE
 
 
 def _pairs(path: str, given: Any, state: Any, problems: list[str]) -> Iterator[tuple[str, Any, Any]]:
     """Each object with its state; notes what does not pair."""
+    if state is _UNREADABLE:
+        return
     if isinstance(given, list | tuple):
         if not isinstance(state, list) or len(state) != len(given):
             saved = f"a list of {len(state)}" if isinstance(state, list) else "one"
@@ -320,28 +279,31 @@ def _pairs(path: str, given: Any, state: Any, problems: list[str]) -> Iterator[t
 
 def _misfits(path: str, target: Any, state: Any) -> list[str]:
     """Why an object would not take a state; as far as can be told without changing it."""
+    if not isinstance(target, LRScheduler | torch.amp.GradScaler | DistributedBatchSampler):
+        return []  # a copy of a stranger may cost anything: `apply` takes a refusal back
     if not isinstance(state, dict):
         return [f"{path}: one object was given, the checkpoint has a {type(state).__name__}"]
     if isinstance(target, torch.amp.GradScaler):
         missing = sorted(set(target.state_dict()) - set(state))
         return [f"{path}: the checkpoint's state has no {', '.join(missing)}"] if missing else []
-    if isinstance(target, DistributedBatchSampler):
-        trial: Any = copy.copy(target)
-    elif isinstance(target, LRScheduler):
-        if found := _misfits_of_scheduler(path, target, state):
-            return found
-        optimizer = target.optimizer
-        try:
-            trial = copy.deepcopy(target, {id(optimizer): optimizer})
-        except Exception:
-            return []  # it holds what cannot be copied
-    else:
-        return []  # a copy of a stranger may cost anything: `restore` takes a refusal back
     try:
-        trial.load_state_dict(copy.deepcopy(state))
+        found = _misfits_of_scheduler(path, target, state) if isinstance(target, LRScheduler) else []
+        trial = None if found else _copy_of(target)
+        if trial is not None:
+            trial.load_state_dict(copy.deepcopy(state))
     except Exception as error:
         return [f"{path}: {error}" if isinstance(error, HybridError) else f"{path}: {type(error).__name__}: {error}"]
-    return []
+    return found
+
+
+def _copy_of(target: LRScheduler | DistributedBatchSampler) -> Any:
+    """One to be thrown away, over the same optimizer or data set; None if a scheduler holds what cannot be copied."""
+    if not isinstance(target, LRScheduler):
+        return copy.copy(target)
+    try:
+        return copy.deepcopy(target, {id(target.optimizer): target.optimizer})
+    except Exception:
+        return None
 
 
 def _misfits_of_scheduler(path: str, scheduler: LRScheduler, state: dict[str, Any]) -> list[str]:
@@ -366,34 +328,41 @@ def _misfits_of_scheduler(path: str, scheduler: LRScheduler, state: dict[str, An
 
 
 def _own_random(
-    runtime: Runtime, saved: Any, layout: Mapping[str, Any], own_layout: Mapping[str, Any], problems: list[str]
-) -> tuple[Mapping[str, torch.Tensor] | None, str]:
-    """This rank's generators, and a warning if they cannot be put back."""
-    consequence = "random states stay as they are; dropout masks and other random numbers differ from those of the "
-    consequence += "uninterrupted run"
+    runtime: Runtime, reading: _Reading, saved_layout: Mapping[str, Any], layout: Mapping[str, Any]
+) -> Mapping[str, torch.Tensor] | None:
+    """This rank's generators; None, with a warning or a problem, if they cannot be put back."""
+    consequence = (
+        "random states stay as they are; dropout masks and other random numbers differ from those of the uninterrupted "
+        "run"
+    )
     different = [
         key
-        for key in {**layout, **own_layout}
-        if key not in _NO_MATTER_FOR_RANDOM and json.dumps(layout.get(key)) != json.dumps(own_layout.get(key))
+        for key in {**saved_layout, **layout}
+        if key not in _NO_MATTER_FOR_RANDOM and json.dumps(saved_layout.get(key)) != json.dumps(layout.get(key))
     ]
-    if saved is None:
-        return None, f"the checkpoint has no random states: {consequence}"
+    if "random" not in reading.document:
+        reading.warnings.append(f"the checkpoint has no random states: {consequence}")
+        return None
     if different:
-        there, here = (", ".join(f"{key} {_said(one.get(key))}" for key in different) for one in (layout, own_layout))
-        return None, f"the checkpoint is of another layout (saved: {there}; here: {here}): {consequence}"
-    mesh = runtime.mesh
-    if not isinstance(saved, list) or len(saved) != mesh.world_size or not all(isinstance(r, dict) for r in saved):
-        problems.append(f"the random states are damaged: expected those of {mesh.world_size} ranks")
-        return None, ""
-    record = saved[mesh.rank]
+        there, here = (", ".join(f"{key} {_said(one.get(key))}" for key in different) for one in (saved_layout, layout))
+        reading.warnings.append(f"it is of another layout (saved: {there}; here: {here}): {consequence}")
+        return None
+    mesh, saved = runtime.mesh, reading.document["random"]
+    if not isinstance(saved, list) or len(saved) != mesh.world_size:
+        reading.problems.append(f"the random states are damaged: expected those of {mesh.world_size} ranks")
+        return None
+    record = reading.tree(f"random[{mesh.rank}]", saved[mesh.rank])
+    if record is _UNREADABLE:
+        return None
     if set(record) != set(random_states()):
         kinds = f"of {', '.join(sorted(record))}, and this process has {', '.join(sorted(random_states()))}"
-        return None, f"the checkpoint has random states {kinds}: {consequence}"
+        reading.warnings.append(f"the checkpoint has random states {kinds}: {consequence}")
+        return None
     try:
         check_random_states(record)
     except CheckpointError as error:
-        problems.append(str(error))
-    return record, ""
+        reading.problems.append(str(error))
+    return record
 
 
 def _said(value: Any) -> str:

@@ -1,7 +1,8 @@
 """Trains the byte-level GPT: `hybrid demo` runs it; `hybrid run --nproc 4 -m hybrid.demo.train` and
 torchrun do, too.
 
-The strategy is the file given to `hybrid run --strategy`, or the defaults.
+The strategy is the file given to `hybrid run --strategy`, or the defaults. With `--resume DIR` it saves into that
+folder, and goes on from the newest complete checkpoint there.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from hybrid.demo.progress import Finished, Memory, ProgressWriter, Started, Step
 
 if TYPE_CHECKING:
     from hybrid.compose.model import DistributedModel
+    from hybrid.data.sampler import DistributedBatchSampler
 
 __all__: list[str] = []
 
 NUM_HELD_OUT_WINDOWS = 96
 MEMORY_EVERY_STEPS = 10
+KEPT_SAVES = 2
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # bytes [B, T] and the bytes that follow them [B, T]
 
@@ -48,7 +51,12 @@ def main() -> None:
         torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
-    batches = endless(train_set, options.batch)
+    sampler = hybrid.DistributedBatchSampler(train_set, options.batch, shuffle=True, drop_last=True, seed=0)
+
+    directory = hybrid.resume_directory()
+    loaded = hybrid.load_checkpoint(None, model, optimizer, lr_scheduler=scheduler, sampler=sampler)
+    first_step = loaded.step  # 0: nothing was saved so far
+    batches = endless(train_set, sampler)
 
     mesh = hybrid.get_mesh()
     progress = ProgressWriter(rank=mesh.rank)
@@ -62,10 +70,11 @@ def main() -> None:
                 held_out_loss=start_loss,
             )
         )
-        print(f"held-out loss before training: {start_loss:.3f} nats per byte")
+        when = f"after step {first_step}" if first_step else "before training"
+        print(f"held-out loss {when}: {start_loss:.3f} nats per byte")
 
     begun = last = time.perf_counter()
-    for step in range(1, options.steps + 1):
+    for step in range(first_step + 1, options.steps + 1):
         with hybrid.trace() as traffic:
             result = model.train_batch(next(batches), optimizer, lr_scheduler=scheduler, loss_fn=next_byte_loss)
         now = time.perf_counter()
@@ -77,6 +86,11 @@ def main() -> None:
         if step % MEMORY_EVERY_STEPS == 1:
             progress.write(memory_of(model, mesh.rank))
         last = now
+        if directory is not None and (step % options.save_every == 0 or step == options.steps):
+            hybrid.save_checkpoint(
+                directory, model, optimizer, step=step, lr_scheduler=scheduler, sampler=sampler, keep_last=KEPT_SAVES
+            )
+            last = time.perf_counter()
     train_seconds = time.perf_counter() - begun
 
     end_loss = evaluate(model, held_out_set, options.batch)
@@ -104,6 +118,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--length", type=int, default=64, help="bytes per sequence")
+    parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints, under --resume DIR")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="largest learning rate")
     return parser.parse_args()
 
@@ -114,10 +129,11 @@ def evenly_spaced(windows: ByteWindows) -> Subset[Batch]:
     return Subset(windows, [index * len(windows) // num_kept for index in range(num_kept)])
 
 
-def endless(dataset: ByteWindows, batch_size: int) -> Iterator[Batch]:
+def endless(dataset: ByteWindows, sampler: DistributedBatchSampler) -> Iterator[Batch]:
     """This rank's batches, epoch after epoch."""
-    sampler = hybrid.DistributedBatchSampler(dataset, batch_size, shuffle=True, drop_last=True, seed=0)
-    loader: DataLoader[Batch] = DataLoader(dataset, batch_sampler=sampler)
+    # A loader draws a number at the begin of each pass, and a resumed pass begins once more: not from the random
+    # state of the training.
+    loader: DataLoader[Batch] = DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator())
     while True:
         yield from loader
 
@@ -126,7 +142,7 @@ def evaluate(model: DistributedModel, dataset: Subset[Batch], batch_size: int) -
     """Mean loss over the whole set, each sample once, whatever the number of ranks."""
     sampler = hybrid.DistributedBatchSampler(dataset, batch_size)
     loss_sum, num_bytes = 0.0, 0.0
-    for batch in DataLoader(dataset, batch_sampler=sampler):
+    for batch in DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator()):
         result = model.eval_batch(batch, loss_fn=next_byte_loss)
         loss_sum += result.loss.item() * result.count.item()
         num_bytes += result.count.item()

@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybrid.errors import LaunchError
+from hybrid.errors import LaunchError, StrategyError
 from hybrid.launch.script import ScriptCommand
-from hybrid.launch.variables import LOG_DIR_VARIABLE, PARENT_VARIABLE, STRATEGY_VARIABLE
+from hybrid.launch.variables import (
+    LOG_DIR_VARIABLE,
+    PARENT_VARIABLE,
+    RESUME_VARIABLE,
+    STRATEGY_VARIABLE,
+    resume_directory,
+)
 from hybrid.strategy import DistributedStrategy
 
 __all__ = ["GRACE_SECONDS", "LaunchJob", "threads_per_rank"]
@@ -37,6 +43,9 @@ class LaunchJob:
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None  # None: Slurm's job number, else one name for all jobs
     strategy: Path | None = None
+    resume: Path | None = None  # folder of checkpoints; it need not exist yet
+    max_restarts: int = 0
+    min_processes: int | None = None  # to which a restart may go down after ranks were lost; None: never
     log_dir: Path = Path("hybrid_logs")
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the workers' own
     show_output: bool = True  # whether rank 0's output is shown while it runs
@@ -47,12 +56,41 @@ class LaunchJob:
 
     def check(self) -> None:
         """Raise LaunchError with all that is wrong, or StrategyError if the strategy cannot work here."""
-        problems = [*self._problems_of_nodes(), *self._problems_of_files()]
+        problems = [*self._problems_of_nodes(), *self._problems_of_files(), *self._problems_of_restarts()]
         if problems:
             raise LaunchError("; ".join(problems))
+        self._resolve(self.world_size)
+        if self.min_processes is not None and self.min_processes < self.num_processes:
+            fitting, reasons = self.fewer_processes(self.num_processes - 1)
+            if fitting is None:
+                raise StrategyError(
+                    [
+                        f"--min-nproc is {self.min_processes}, but the strategy works on no number of ranks from "
+                        f"{self.num_processes - 1} down to it; leave --min-nproc out",
+                        *reasons,
+                    ]
+                )
+
+    def fewer_processes(self, most: int) -> tuple[int | None, list[str]]:
+        """The largest number of ranks from `most` down to --min-nproc for which the strategy works.
+
+        Also why it does not work on the numbers above it, a line for each of them.
+        """
+        reasons: list[str] = []
+        for count in range(most, (self.min_processes or self.num_processes) - 1, -1):
+            try:
+                self._resolve(count)
+            except StrategyError as error:
+                reasons.append(f"{count} rank{'s' if count > 1 else ''}: {'; '.join(error.problems)}")
+            else:
+                return count, reasons
+        return None, reasons
+
+    def _resolve(self, world_size: int) -> None:
+        """Raise StrategyError if the strategy from outside cannot work on this number of ranks."""
         strategy = self.strategy or os.environ.get(STRATEGY_VARIABLE)
         if strategy:
-            DistributedStrategy.load(strategy, world_size=self.world_size).resolve(self.world_size)
+            DistributedStrategy.load(strategy, world_size=world_size).resolve(world_size)
 
     def _problems_of_nodes(self) -> list[str]:
         problems = []
@@ -104,7 +142,47 @@ class LaunchJob:
                 f"--strategy is {self.strategy} and the environment variable {STRATEGY_VARIABLE} is "
                 f"{inherited}; give one of them"
             )
+        inherited = os.environ.get(RESUME_VARIABLE)
+        if inherited and self.resume is not None and Path(inherited).resolve() != self.resume.resolve():
+            problems.append(
+                f"--resume is {self.resume} and the environment variable {RESUME_VARIABLE} is {inherited}; "
+                "give one of them"
+            )
+        folder = self.resume_directory
+        if folder is not None and folder.exists() and not folder.is_dir():
+            problems.append(
+                f"the folder to resume from, {folder}, is a file; expected a folder of checkpoints, or none yet"
+            )
         return problems
+
+    def _problems_of_restarts(self) -> list[str]:
+        problems = []
+        if self.max_restarts < 0:
+            problems.append(f"--max-restarts is {self.max_restarts}; expected 0 or more")
+        if self.max_restarts > 0 and self.resume_directory is None:
+            problems.append(
+                f"--max-restarts {self.max_restarts} needs --resume DIR, the folder in which the script saves: "
+                "without it a restart would begin at the first step again"
+            )
+        if self.max_restarts > 0 and self.num_nodes > 1:
+            problems.append(
+                f"--max-restarts {self.max_restarts} given with --nnodes {self.num_nodes}: each machine has a "
+                "launcher of its own, which sees its own ranks only, and nobody decides for all of them; leave it "
+                "out and let the scheduler start all machines again (Slurm: --requeue) with the same --resume DIR"
+            )
+        if self.min_processes is not None:
+            if self.max_restarts <= 0:
+                problems.append(
+                    f"--min-nproc {self.min_processes} given without --max-restarts, where it has no effect"
+                )
+            if not 1 <= self.min_processes <= self.num_processes:
+                problems.append(f"--min-nproc is {self.min_processes}; expected 1..{self.num_processes} (--nproc)")
+        return problems
+
+    @property
+    def resume_directory(self) -> Path | None:
+        """The folder of checkpoints, from the option or the environment."""
+        return resume_directory() if self.resume is None else self.resume
 
     def torchrun_arguments(self) -> list[str]:
         """What follows `torchrun` on the command line."""
@@ -143,6 +221,8 @@ class LaunchJob:
         environment[PARENT_VARIABLE] = str(os.getpid())
         if self.strategy is not None:
             environment[STRATEGY_VARIABLE] = str(self.strategy.resolve())
+        if self.resume_directory is not None:
+            environment[RESUME_VARIABLE] = str(self.resume_directory.resolve())  # a script may change its folder
         return environment
 
     def new_log_dir(self, timestamp: str) -> Path:

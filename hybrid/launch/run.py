@@ -28,7 +28,7 @@ from hybrid.launch.job import GRACE_SECONDS, LaunchJob
 from hybrid.launch.status import RankStatus, log_path, read_statuses
 from hybrid.launch.summary import RunFailure, describe_failure, first_failure
 
-__all__ = ["RunOutcome", "run_job"]
+__all__ = ["RunOutcome", "StopRequests", "ranks_still_running", "run_attempt", "run_job"]
 
 POLL_SECONDS = 0.05
 # Reading the status files of all ranks is dearer than a poll, and nobody waits for it.
@@ -42,6 +42,7 @@ class RunOutcome:
     exit_code: int  # 0, the first failing rank's, or 128 + signal
     message: str  # why, for the terminal; empty if it ended well
     log_dir: Path
+    failure: RunFailure | None = None  # None: it ended well, or was told to end
 
 
 def run_job(job: LaunchJob, *, on_poll: Callable[[Path], None] | None = None) -> RunOutcome:
@@ -53,31 +54,38 @@ def run_job(job: LaunchJob, *, on_poll: Callable[[Path], None] | None = None) ->
     """
     job.check()
     log_dir = job.new_log_dir(time.strftime("%Y%m%d-%H%M%S"))
+    with StopRequests() as stop:
+        return run_attempt(job, log_dir, stop, on_poll=on_poll)
+
+
+def run_attempt(
+    job: LaunchJob, log_dir: Path, stop: StopRequests, *, on_poll: Callable[[Path], None] | None = None
+) -> RunOutcome:
+    """Run a checked job once, with a new set of processes and an empty log folder."""
     (log_dir / "status").mkdir()
     job.script_command.write(log_dir)
     started = time.monotonic()
-    with _StopRequests() as stop:
-        with (log_dir / "launcher.log").open("wb") as launcher_log:
-            agent = _start(job, log_dir, launcher_log)
-        ranks = _Ranks(agent=agent, log_dir=log_dir)
-        tails = _tails(log_dir) if job.show_output else []
-        is_over = False
-        try:
-            while not is_over:
-                is_over = agent.poll() is not None  # what was written before the end is still shown
-                stop.pass_on(agent)
-                ranks.look(stop_requested=bool(stop.received))
-                for tail in tails:
-                    tail.pump()
-                if on_poll is not None:
-                    on_poll(log_dir)
-                if not is_over:
-                    time.sleep(POLL_SECONDS)
-        finally:
-            if not is_over:  # an error here (a closed terminal, say) must not leave ranks behind
-                _kill_below(agent.pid)
-                agent.kill()
-                agent.wait()
+    with (log_dir / "launcher.log").open("wb") as launcher_log:
+        agent = _start(job, log_dir, launcher_log)
+    ranks = _Ranks(agent=agent, log_dir=log_dir)
+    tails = _tails(log_dir) if job.show_output else []
+    is_over = False
+    try:
+        while not is_over:
+            is_over = agent.poll() is not None  # what was written before the end is still shown
+            stop.pass_on(agent)
+            ranks.look(stop_requested=bool(stop.received))
+            for tail in tails:
+                tail.pump()
+            if on_poll is not None:
+                on_poll(log_dir)
+            if not is_over:
+                time.sleep(POLL_SECONDS)
+    finally:
+        if not is_over:  # an error here (a closed terminal, say) must not leave ranks behind
+            _kill_below(agent.pid)
+            agent.kill()
+            agent.wait()
     return _conclude(job, ranks, stop, seconds=time.monotonic() - started)
 
 
@@ -93,7 +101,7 @@ def _start(job: LaunchJob, log_dir: Path, launcher_log: IO[bytes]) -> subprocess
     )
 
 
-class _StopRequests:
+class StopRequests:
     """Ctrl-C, a scheduler's SIGTERM, a closed terminal: noted, and passed on to torchrun once."""
 
     def __init__(self) -> None:
@@ -101,7 +109,7 @@ class _StopRequests:
         self._num_passed_on = 0
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _StopRequests:
+    def __enter__(self) -> StopRequests:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -112,6 +120,15 @@ class _StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
+
+    @property
+    def cause(self) -> str:
+        """What was received first, for people."""
+        return "Ctrl-C" if self.received[0] == signal.SIGINT else self.received[0].name
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.received[0]
 
     def pass_on(self, agent: subprocess.Popen[bytes]) -> None:
         """The first request lets the ranks end in order; a second one ends them now."""
@@ -159,6 +176,11 @@ class _Ranks:
             self.killed |= stubborn
         if now - self._ending_since > 3 * GRACE_SECONDS:
             self.agent.kill()  # all ranks are gone and torchrun still waits for something
+
+
+def ranks_still_running(failure: RunFailure) -> dict[int, int]:
+    """Rank -> pid of the ranks that are there although their run is over."""
+    return {rank: status.pid for rank, status in failure.statuses.items() if _is_running(status.pid)}
 
 
 def _is_running(pid: int) -> bool:
@@ -220,17 +242,15 @@ def _tails(log_dir: Path) -> list[_Tail]:
     ]
 
 
-def _conclude(job: LaunchJob, ranks: _Ranks, stop: _StopRequests, *, seconds: float) -> RunOutcome:
+def _conclude(job: LaunchJob, ranks: _Ranks, stop: StopRequests, *, seconds: float) -> RunOutcome:
     """How it ended, in words and as an exit code."""
     log_dir = ranks.log_dir
     for path in log_dir.glob("status/rank*.stacks"):
         if path.stat().st_size == 0:
             path.unlink()
     if stop.received:
-        number = stop.received[0]
-        cause = "Ctrl-C" if number == signal.SIGINT else number.name
-        message = f"stopped by {cause} after {seconds:.1f} s; all {job.num_processes} ranks have ended"
-        return RunOutcome(exit_code=128 + number, message=f"{message}; logs: {log_dir}", log_dir=log_dir)
+        message = f"stopped by {stop.cause} after {seconds:.1f} s; all {job.num_processes} ranks have ended"
+        return RunOutcome(exit_code=stop.exit_code, message=f"{message}; logs: {log_dir}", log_dir=log_dir)
     if ranks.agent.returncode == 0:
         return RunOutcome(exit_code=0, message="", log_dir=log_dir)
     outcome_path = log_dir / "status" / "outcome.json"
@@ -250,4 +270,5 @@ def _conclude(job: LaunchJob, ranks: _Ranks, stop: _StopRequests, *, seconds: fl
         exit_code=exit_code if exit_code > 0 else 128 - exit_code,
         message=describe_failure(failure),
         log_dir=log_dir,
+        failure=failure,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hybrid.launch.status import Failure, RankStatus, log_path, stacks_path
 
-__all__ = ["RunFailure", "describe_failure", "first_failure"]
+__all__ = ["RunFailure", "describe_failure", "error_of", "first_failure"]
 
 COLLECTIVE_ERROR = "hybrid.errors.CollectiveError"
 CONNECTION_CLOSED = "a rank is gone"  # in the message of a CollectiveError: the peer has closed its connections
@@ -71,6 +71,13 @@ class RunFailure:
         failure = self.failure(rank)
         return failure is not None and failure.kind == COLLECTIVE_ERROR
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that were killed by a signal which nobody here sent: their own fault, or the machine's."""
+        return frozenset(
+            rank for rank, exit_code in self.exit_codes.items() if -exit_code in _FAULTS and not self.was_ended(rank)
+        )
+
     def left_early(self, rank: int, *, follower: int) -> bool:
         """Whether the rank's script had ended well when `follower` missed a rank."""
         status, failure = self.statuses.get(rank), self.failure(follower)
@@ -99,6 +106,26 @@ def _time_of(run: RunFailure, rank: int) -> float:
     # once.
     lateness = 1.0 if exit_code is not None and -exit_code in _FAULTS else 0.0
     return run.gone_at.get(rank, float("inf")) - lateness
+
+
+def error_of(run: RunFailure) -> str:
+    """What the first failure was, in a few words: two runs with equal words failed in the same way.
+
+    The exception's message is left out, and so is the rank: steps, times and addresses differ from run to run.
+    """
+    first = first_failure(run)
+    if first is None:
+        return (run.error or "torchrun's own failure").split(":")[0]
+    failure = run.failure(first)
+    if failure is not None:
+        kind = failure.kind.rsplit(".", 1)[-1]
+        frames = re.findall(r'^[ |]*File "(.+)", line (\d+)', failure.traceback, flags=re.MULTILINE)
+        users = [frame for frame in frames if not _LIBRARIES.search(frame[0])] or frames
+        return f"{kind} at {users[-1][0]}:{users[-1][1]}" if users else kind
+    exit_code = run.exit_code(first)
+    if exit_code is not None and exit_code < 0:
+        return f"a rank killed by {signal.Signals(-exit_code).name}"
+    return f"exit code {exit_code}"
 
 
 def describe_failure(run: RunFailure) -> str:

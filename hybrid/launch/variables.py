@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-__all__ = ["LOG_DIR_VARIABLE", "PARENT_VARIABLE", "RESUME_VARIABLE", "STRATEGY_VARIABLE"]
+import os
+from pathlib import Path
+
+__all__ = ["LOG_DIR_VARIABLE", "PARENT_VARIABLE", "RESUME_VARIABLE", "STRATEGY_VARIABLE", "resume_directory"]
 
 STRATEGY_VARIABLE = "HYBRID_STRATEGY"  # file that `distributed_model` takes when it is given no strategy
 RESUME_VARIABLE = "HYBRID_RESUME"  # folder of checkpoints from whose newest complete one the script goes on
 LOG_DIR_VARIABLE = "HYBRID_LOG_DIR"  # folder of this run's logs
 PARENT_VARIABLE = "HYBRID_PARENT_PID"  # the process whose end also ends the one that reads it
+
+
+def resume_directory() -> Path | None:
+    """The folder of checkpoints of `hybrid run --resume`, from which this run goes on; None without one.
+
+    The folder may be empty or missing: then this is the first start, and it is where to save.
+    """
+    directory = os.environ.get(RESUME_VARIABLE)
+    return Path(directory) if directory else None
