@@ -83,7 +83,7 @@ def main() -> None:
             progress.write(done)
             if step % 10 == 0 or step == options.steps:
                 print(f"step {step}: loss {done.loss:.3f}, {done.tokens_per_second:,.0f} tokens/s")
-        if step % MEMORY_EVERY_STEPS == 1:
+        if step % MEMORY_EVERY_STEPS == 1 or step == first_step + 1:
             progress.write(memory_of(model, mesh.rank))
         last = now
         if directory is not None and (step % options.save_every == 0 or step == options.steps):
