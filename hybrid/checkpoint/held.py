@@ -147,9 +147,9 @@ class HeldState:
                     plain.append(PlainValue(fqn=shard.fqn, key=key, value=value))
         if problems:
             raise CheckpointError(
-                "optimizer state that cannot be saved, because the parameter is cut and the state is not cut alike: "
-                f"{'; '.join(problems)}; sharding_configs['partition'] = 'parameter' (stages 1 and 2) keeps each "
-                "parameter whole on one rank"
+                f"optimizer state that cannot be {'saved' if use == 'write' else 'loaded'}, because the parameter is "
+                f"cut and the state is not cut alike: {'; '.join(problems)}; sharding_configs['partition'] = "
+                "'parameter' (stages 1 and 2) keeps each parameter whole on one rank"
             )
         return self._shared(parts, use), plain
 

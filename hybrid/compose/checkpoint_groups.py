@@ -11,15 +11,24 @@ __all__ = ["apply", "fitting"]
 
 
 def fitting(
-    optimizer: DistributedOptimizer, groups: list[dict[str, Any]], saved: Mapping[str, Any], *, problems: list[str]
+    optimizer: DistributedOptimizer,
+    groups: list[dict[str, Any]],
+    saved: Mapping[str, Any],
+    *,
+    strict: bool,
+    problems: list[str],
 ) -> list[dict[str, Any]]:
     """The saved options for each of the optimizer's `groups`, found by the parameters that are in it.
 
-    Adds to `problems` what does not fit: another optimizer, other parameters in a group.
+    Not strict: from the group that shares most parameters with it; none, where nothing is shared.
+
+    Adds to `problems` what does not fit: another optimizer; strict, other parameters in a group.
     """
     here = type(optimizer).__name__.removeprefix("Distributed")
     if saved["class"] != here:
         problems.append(f"it was saved with the optimizer {saved['class']}, this one is {here}")
+    if not strict:
+        return [_most_alike(group, saved["groups"]) for group in groups]
     left = [dict(group) for group in saved["groups"]]
     chosen: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
@@ -36,10 +45,20 @@ def fitting(
             problems.append(f"param group {index} ({', '.join(sorted(own)) or 'empty'}) is not in the checkpoint")
             continue
         left.remove(match)
-        chosen.append({key: value for key, value in match.items() if key != "params"})
+        chosen.append(_options(match))
     if len(saved["groups"]) > len(groups):
         problems.append(f"the checkpoint has {len(saved['groups'])} param groups, this optimizer {len(groups)}")
     return chosen
+
+
+def _most_alike(group: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    own = set(group["params"])
+    best = max(saved, key=lambda one: len(own.intersection(one["params"])), default=None)
+    return {} if best is None or not own.intersection(best["params"]) else _options(best)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def apply(optimizer: DistributedOptimizer, groups: list[dict[str, Any]]) -> None:

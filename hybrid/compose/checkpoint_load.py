@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -150,7 +150,7 @@ def _compare(job: Job, chosen: Chosen, asked: Mapping[str, Any], *, strict: bool
     plan: _Plan | None = None
     failure: BaseException | None = None
     try:
-        plan = _compare_here(job, chosen, asked, groups, lists)
+        plan = _compare_here(job, chosen, asked, groups, lists, strict=strict)
     except (HybridError, OSError) as error:
         failure = error
     everyone = agree(lists, failure, runtime=job.runtime, what="load_checkpoint, contents")
@@ -171,7 +171,7 @@ def _compare(job: Job, chosen: Chosen, asked: Mapping[str, Any], *, strict: bool
 
 
 def _compare_here(
-    job: Job, chosen: Chosen, asked: Mapping[str, Any], groups: list[dict[str, Any]], lists: _Lists
+    job: Job, chosen: Chosen, asked: Mapping[str, Any], groups: list[dict[str, Any]], lists: _Lists, *, strict: bool
 ) -> _Plan:
     """What this rank will read; what does not fit is listed."""
     runtime, manifest = job.runtime, chosen.manifest
@@ -198,11 +198,12 @@ def _compare_here(
     if job.optimizer is not None and "optimizer" in manifest.contents:
         saved = tree("optimizer")
         shards = job.optimizer.hybrid_shards
-        state, of_optimizer = _optimizer_state(held, shards, manifest, saved["values"], lists)
+        known = {fqn for group in saved["groups"] for fqn in group["params"]}
+        state, of_optimizer = _optimizer_state(held, shards, manifest, saved["values"], lists, known=known)
         # The full precision of a weight comes with the optimizer's state; the weight itself is that, rounded.
         exact = {model_entry(fqn) for fqn, values in state.items() if MASTER in values}
         regions = [region for region in regions if region.name not in exact] + of_optimizer
-        options = checkpoint_groups.fitting(job.optimizer, groups, saved, problems=lists.problems)
+        options = checkpoint_groups.fitting(job.optimizer, groups, saved, strict=strict, problems=lists.problems)
     training = training_state.prepare(
         runtime,
         document,
@@ -279,21 +280,40 @@ def _is_alike(region: Region, entry: Entry) -> bool:
 
 
 def _optimizer_state(
-    held: HeldState, shards: OptimizerShards, manifest: Manifest, values: Mapping[str, Any], lists: _Lists
+    held: HeldState,
+    shards: OptimizerShards,
+    manifest: Manifest,
+    values: Mapping[str, Any],
+    lists: _Lists,
+    *,
+    known: set[str],
 ) -> tuple[dict[str, dict[str, Any]], list[Region]]:
-    """Memory for the state that the checkpoint has of what this rank owns, and the regions that fill it."""
+    """Memory for the state that the checkpoint has of what this rank owns, and the regions that fill it.
+
+    Empty for a parameter that had no state when it was saved; left out is one of which it knows nothing.
+
+    Args:
+        values: fqn -> what is no tensor of the parameter's shape.
+        known: parameters of the optimizer that was saved.
+    """
     saved: dict[str, list[str]] = {}
-    fqns = sorted(shards.fqns(), key=len, reverse=True)
+    fqns = set(shards.fqns())
     for name, entry in manifest.entries.items():
         if entry.kind == "optimizer":
-            rest = name.removeprefix("optimizer.")
-            fqn = next((fqn for fqn in fqns if rest.startswith(f"{fqn}.") and len(rest) > len(fqn) + 1), None)
-            if fqn is not None:
-                saved.setdefault(fqn, []).append(rest[len(fqn) + 1 :])
+            fqn, key = _split(name.removeprefix("optimizer."), fqns)
+            if key:
+                saved.setdefault(fqn, []).append(key)
                 lists.known.add(name)
     state: dict[str, dict[str, Any]] = {}
     regions: list[Region] = []
     for shard in shards.shards():
+        if shard.fqn not in known:
+            lists.missing.append(f"optimizer.{shard.fqn}")
+            continue
+        other_shapes = _other_shapes(manifest, shard.fqn, saved.get(shard.fqn, ()), held.global_shape(shard.fqn))
+        if other_shapes:
+            lists.mismatched += other_shapes
+            continue
         if shard.tensor is None:
             continue
         own: dict[str, Any] = dict(values.get(shard.fqn, {}))
@@ -305,16 +325,30 @@ def _optimizer_state(
                     assert shard.part is not None
                     own[key] = shard.bucket.slice_view(shard.bucket.master, shard.part)
                 continue
-            if tuple(entry.shape) == held.global_shape(shard.fqn):
-                own[key] = torch.zeros_like(shard.tensor, dtype=dtype).detach()
-            else:
-                device = shard.tensor.device if entry.shape else torch.device("cpu")  # a step count
-                own[key] = torch.empty(entry.shape, dtype=dtype, device=device)
-        if own:
-            state[shard.fqn] = own
+            own[key] = torch.zeros_like(shard.tensor, dtype=dtype).detach()
+        state[shard.fqn] = own
     found, _ = held.optimizer(shards, state, "read")
     regions += found
     return state, regions
+
+
+def _split(rest: str, fqns: set[str]) -> tuple[str, str]:
+    """fqn and state key, either of which may have dots; the key is empty if the parameter is not of `fqns`."""
+    fqn, key = rest, ""
+    while fqn and fqn not in fqns:
+        fqn, _, more = fqn.rpartition(".")
+        key = f"{more}.{key}" if key else more
+    return fqn, key if fqn else ""
+
+
+def _other_shapes(manifest: Manifest, fqn: str, keys: Iterable[str], shape: tuple[int, ...]) -> list[str]:
+    """The optimizer's entries of a parameter that is of another shape here; as its own entry says, or theirs."""
+    own = manifest.entries.get(model_entry(fqn))
+    names = [optimizer_entry(fqn, key) for key in keys]
+    shapes = {name: tuple(manifest.entries[name].shape) for name in names}
+    if own is not None and tuple(own.shape) != shape:
+        return names or [f"optimizer.{fqn}"]
+    return [f"{name} ({saved} in the checkpoint, {shape} here)" for name, saved in shapes.items() if saved != shape]
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -343,10 +377,12 @@ def _settle(job: Job, plan: _Plan) -> None:
                 module.set_extra_state(plan.extra_states[name])
     if job.optimizer is not None and plan.groups is not None:
         shards = job.optimizer.hybrid_shards
-        job.optimizer.state.clear()
         for shard in shards.shards():
-            own = {key: value for key, value in plan.state.get(shard.fqn, {}).items() if key != MASTER}
-            if shard.tensor is not None and own:
+            if shard.tensor is None or shard.fqn not in plan.state:
+                continue
+            own = {key: value for key, value in plan.state[shard.fqn].items() if key != MASTER}
+            job.optimizer.state.pop(shard.tensor, None)
+            if own:
                 job.optimizer.state[shard.tensor] = own
         checkpoint_groups.apply(job.optimizer, plan.groups)
     plan.training.apply()

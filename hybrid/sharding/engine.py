@@ -116,7 +116,7 @@ class ShardingEngine:
             peers=self._peers,
             reduce_dtype=None if self.settings.reduce_dtype == "grad" else getattr(torch, self.settings.reduce_dtype),
         )
-        self.gather = ParameterGather(self.buckets, groups=self._shard_groups[: len(self.buckets)])
+        self.gather = ParameterGather(self._shard_groups)
 
     def _make_buckets(
         self, parameters: Mapping[str, nn.Parameter], kind: PartitionKind, *, first_index: int = 0

@@ -31,10 +31,9 @@ class _Waiter:
 
 
 class ParameterGather:
-    """Gathers buckets over their shard groups. `groups`: per bucket, its shard group."""
+    """Gathers buckets over their shard groups. `groups`: by the index of a bucket."""
 
-    def __init__(self, buckets: Sequence[Bucket], *, groups: Sequence[ops.Group]) -> None:
-        self._buckets = tuple(buckets)
+    def __init__(self, groups: Sequence[ops.Group]) -> None:
         self._groups = tuple(groups)
         self._under_way: deque[tuple[Bucket, ops.Handle]] = deque()
         self._waiters: dict[int, _Waiter] = {}

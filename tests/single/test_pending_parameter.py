@@ -45,7 +45,7 @@ class World:
         self.buckets = [self._bucket(index, members) for index, members in enumerate(self.parameters)]
         monkeypatch.setattr(gather_module.ops, "all_gather", lambda flat, *, tag, **_: Arrival(flat, self.waited, tag))
         group: Any = SimpleNamespace(size=2)
-        self.gather = ParameterGather(self.buckets, groups=[group] * len(self.buckets))
+        self.gather = ParameterGather([group] * len(self.buckets))
 
     @staticmethod
     def _bucket(index: int, parameters: list[nn.Parameter]) -> Bucket:
@@ -277,7 +277,7 @@ def test_nested_arguments_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, [[(1,)]])
     buckets = [world._bucket(index, [parameter]) for index, parameter in enumerate(parameters)]
     group: Any = SimpleNamespace(size=2)
-    world.gather = ParameterGather(buckets, groups=[group] * len(buckets))
+    world.gather = ParameterGather([group] * len(buckets))
     world.buckets = buckets
     world.send()
     output, _ = lstm(torch.ones(1, 2, 3))
@@ -298,7 +298,7 @@ def test_a_subclass_of_parameter_keeps_its_class_and_is_waited_for_at_once(monke
     marked = Marked(torch.full((2,), OLD))
     world.buckets[1] = world._bucket(1, [marked])
     group: Any = SimpleNamespace(size=2)
-    world.gather = ParameterGather(world.buckets, groups=[group] * 3)
+    world.gather = ParameterGather([group] * 3)
     world.send()
     assert world.waited == [2, 1]
     assert type(marked) is Marked
@@ -311,7 +311,7 @@ def test_nothing_is_pending_without_a_group_to_gather_over(monkeypatch: pytest.M
     """Protects one process and stage 0: no message, no wait, no change of class."""
     world = World(monkeypatch, [[(2,)]])
     group: Any = SimpleNamespace(size=1)
-    world.gather = ParameterGather(world.buckets, groups=[group])
+    world.gather = ParameterGather([group])
     world.send()
     assert type(world.parameters[0][0]) is nn.Parameter
     assert world.waited == []
