@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import tempfile
 import time
@@ -45,6 +46,30 @@ def test_demo_trains_and_shows_what_sharding_saves(tmp_path: Path) -> None:
     assert "Next: README.md" in done.stdout
     assert set(Path(tempfile.gettempdir()).glob("hybrid-demo-*")) == folders_before
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_demo_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """`--resume DIR`: the same losses as without the stop, and a sentence where nothing is left to train."""
+    command = ("demo", "--nproc", "2", "--steps", "6", "--batch", "4", "--save-every", "3", "--resume", "saved")
+    whole = hybrid(*command, cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    again = hybrid(*command, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "nothing is left to train" in again.stderr
+    shutil.rmtree(tmp_path / "saved" / "step_00000006")  # as if it had been stopped after step 5
+    rest = hybrid(*command, cwd=tmp_path)
+    assert rest.returncode == 0, rest.stderr
+    assert "6 steps, on from step 3" in rest.stdout
+    losses, later = (
+        re.findall(r"^step (\d)/6: loss ([\d.]+)", run.stdout, flags=re.MULTILINE) for run in (whole, rest)
+    )
+    assert [step for step, _ in losses] == ["1", "2", "3", "4", "5", "6"]
+    assert later == losses[3:]
+    ends = [re.search(r" before, ([\d.]+) after", run.stdout) for run in (whole, rest)]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    assert ends[0][1] == ends[1][1]
 
 
 def kept_by_a_forward(policy: Literal["full", "selective"] | None) -> tuple[int, int]:
