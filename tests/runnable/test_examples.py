@@ -34,6 +34,18 @@ def test_example_is_short_and_says_how_to_run_it(path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_example_of_a_run_that_can_be_stopped(tmp_path: Path) -> None:
+    """The first start and a later one, on more ranks, by the same command."""
+    script = str(ROOT / "examples" / "resume.py")
+    for num_ranks, steps, begin in ((1, 10, 0), (2, 20, 10)):
+        command = ("run", "--nproc", str(num_ranks), "--resume", "saved", script, "--steps", str(steps))
+        done = hybrid(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"from step {begin}\n" in done.stdout
+        assert f"step {steps}: loss" in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_example_runs_alone_under_hybrid_run_and_under_torchrun(path: Path, tmp_path: Path) -> None:
     """One script for one process, our launcher and plain torchrun."""
