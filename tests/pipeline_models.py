@@ -171,7 +171,7 @@ def pipeline_strategy(
     strategy = hybrid.DistributedStrategy()
     strategy.timeout_seconds = 20
     configs: dict[str, Any] = {"degree": pp, "accumulate_steps": mb, "schedule": schedule}
-    if schedule == "interleaved":
+    if schedule == "interleaved" or "virtual_stages" in settings:
         configs["virtual_stages"] = settings.pop("virtual_stages", 2)
     if (split := settings.pop("split", None)) is not None:
         configs["split"] = split

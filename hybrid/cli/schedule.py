@@ -13,7 +13,8 @@ from rich.table import Table
 from hybrid.cli.schedule_drawing import draw, legend
 from hybrid.contracts.schedule import SCHEDULE_NAMES, Schedule, make_schedule
 from hybrid.contracts.schedule_check import check_schedule
-from hybrid.contracts.schedule_text import from_csv, from_text, to_csv, to_text
+from hybrid.contracts.schedule_choice import read_schedule
+from hybrid.contracts.schedule_text import to_csv, to_text
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
 from hybrid.errors import StrategyError
 from hybrid.units import format_seconds
@@ -121,12 +122,7 @@ def _chosen(
             num_micro_batches=micro_batches,
             virtual_stages=1 if virtual_stages is None else virtual_stages,
         )
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StrategyError(f"--file {file}: cannot read it: {error}") from error
-    read = from_csv if file.suffix.lower() == ".csv" else from_text
-    found = read(text, source=str(file))
+    found = read_schedule(file)
     pairs = (
         ("--schedule", name, found.name),
         ("--stages", stages, found.num_stages),

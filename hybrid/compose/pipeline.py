@@ -12,7 +12,7 @@ from torch import nn
 
 from hybrid.collectives import ops
 from hybrid.compose.losses import LossFunction
-from hybrid.contracts.schedule import Schedule, make_schedule
+from hybrid.contracts.schedule import Schedule
 from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_evenly
 from hybrid.errors import ModelError, StrategyError
 from hybrid.mesh import Mesh
@@ -122,12 +122,7 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = N
     if settings is None:
         return None
     num_chunks = settings.num_chunks
-    schedule = make_schedule(
-        settings.schedule,
-        num_stages=settings.degree,
-        num_micro_batches=resolved.accumulate_steps,
-        virtual_stages=settings.virtual_stages,
-    )
+    schedule = settings.order(resolved.accumulate_steps)
     if isinstance(model, PipelineLayer):
         if settings.split is not None:
             raise StrategyError(

@@ -11,8 +11,8 @@ import torch
 from hybrid.compose.batch import num_samples
 from hybrid.compose.losses import LossFunction, add_loss
 from hybrid.compose.runtime import Runtime
-from hybrid.contracts.schedule import Action, ActionKind, Schedule, make_schedule
-from hybrid.errors import BatchError, StrategyError
+from hybrid.contracts.schedule import Action, ActionKind, fewer_micro_batches
+from hybrid.errors import BatchError
 
 __all__ = ["evaluate_pipeline", "reduces_after", "train_pipeline"]
 
@@ -41,7 +41,7 @@ def train_pipeline(
     loss_fn = _loss_function(runtime, loss_fn)
     micro_batches = [micro_batch for micro_batch in micro_batches if num_samples(micro_batch) > 0]
     pairs = [_pair(micro_batch) for micro_batch in micro_batches]
-    schedule = _schedule(stages.schedule, len(pairs))
+    schedule = fewer_micro_batches(stages.schedule, len(pairs)) if pairs else None
     last = len(micro_batches) - 1
     reducing: list[AbstractContextManager[None]] = []
 
@@ -101,28 +101,6 @@ def evaluate_pipeline(
         inputs=lambda micro_batch: pairs[micro_batch][0],
         loss=loss,
     )
-
-
-def _schedule(schedule: Schedule, num_micro_batches: int) -> Schedule | None:
-    """The schedule for a batch of fewer samples than micro-batches; None for an empty one.
-
-    Raises:
-        BatchError: this schedule does not take so few.
-    """
-    if num_micro_batches in {0, schedule.num_micro_batches}:
-        return schedule if num_micro_batches else None
-    try:
-        return make_schedule(
-            schedule.name,
-            num_stages=schedule.num_stages,
-            num_micro_batches=num_micro_batches,
-            virtual_stages=schedule.virtual_stages,
-        )
-    except StrategyError as error:
-        raise BatchError(
-            f"a batch for {num_micro_batches} of {schedule.num_micro_batches} micro-batches, the others being empty: "
-            f"{error}; give a batch with at least {schedule.num_micro_batches} samples on each data-parallel rank"
-        ) from None
 
 
 def _loss_function(runtime: Runtime, given: LossFunction | None) -> LossFunction:

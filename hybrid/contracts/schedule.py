@@ -41,6 +41,7 @@ __all__ = [
     "Schedule",
     "chunk_rank",
     "dependencies",
+    "fewer_micro_batches",
     "forward_only",
     "in_flight",
     "make_schedule",
@@ -151,6 +152,17 @@ def make_schedule(name: str, *, num_stages: int, num_micro_batches: int, virtual
         virtual_stages=virtual_stages,
         actions=tuple(make(rank, num_stages, num_micro_batches, virtual_stages) for rank in range(num_stages)),
     )
+
+
+def fewer_micro_batches(schedule: Schedule, num_micro_batches: int) -> Schedule:
+    """The same order with the first micro-batches alone.
+
+    It can run wherever the whole one can: what is left out is nothing that the rest waits for.
+    """
+    actions = tuple(
+        tuple(action for action in order if action.micro_batch < num_micro_batches) for order in schedule.actions
+    )
+    return replace(schedule, num_micro_batches=num_micro_batches, actions=actions)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from hybrid.contracts.layout import AXES, Layout
+from hybrid.contracts.schedule_choice import schedule_name
 from hybrid.errors import ModelError, StrategyError
 from hybrid.strategy.choice import Choice
 from hybrid.strategy.effects import LOSS_SCALING
@@ -232,6 +233,8 @@ def _value(name: str, choice: Choice, choices: Mapping[str, Choice]) -> str:
         return f"{value} ({format_bytes(value)})"
     if name == "timeout_seconds":
         return f"{value:g} ({format_seconds(value)})"
+    if name == "schedule":
+        return schedule_name(value)
     if name == "partition" and value == "auto":
         return "by the optimizer"
     if name == "norm_type" and choices["max_norm"].value is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid.contracts.layout import Axis, Layout
-from hybrid.contracts.schedule import make_schedule
+from hybrid.contracts.schedule_choice import choose_schedule
 from hybrid.errors import StrategyError
 from hybrid.strategy.availability import not_available
 from hybrid.strategy.axis_order import read_order
@@ -238,7 +238,7 @@ def _schedule_problems(choices: Mapping[str, Choice], layout: Layout | None) -> 
     if layout is None or layout.degree("pp") == 1 or steps is None:
         return []
     try:
-        make_schedule(
+        choose_schedule(
             choices["schedule"].value,
             num_stages=layout.degree("pp"),
             num_micro_batches=steps,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid.contracts.layout import Layout
+from hybrid.contracts.schedule import Schedule
+from hybrid.contracts.schedule_choice import choose_schedule, schedule_name
 from hybrid.units import format_bytes, format_seconds
 
 __all__ = [
@@ -91,7 +93,8 @@ class PipelineSettings:
     """How layers are spread over the stages of a pipeline."""
 
     degree: int
-    schedule: Literal["gpipe", "1f1b", "interleaved"]
+    schedule: str
+    """A name, or the text of a schedule of one's own."""
     virtual_stages: int
     split: str | tuple[int, ...] | None
 
@@ -103,7 +106,16 @@ class PipelineSettings:
         chunks = f" of {self.virtual_stages} chunks" if self.virtual_stages > 1 else ""
         split = "auto" if self.split is None else self.split
         shown = split if isinstance(split, str) else ", ".join(map(str, split))
-        return f"{self.degree} stages{chunks}, schedule {self.schedule}, layers {shown}"
+        return f"{self.degree} stages{chunks}, schedule {schedule_name(self.schedule)}, layers {shown}"
+
+    def order(self, num_micro_batches: int) -> Schedule:
+        """Each rank's actions. Raises StrategyError: they cannot be for this number of micro-batches."""
+        return choose_schedule(
+            self.schedule,
+            num_stages=self.degree,
+            num_micro_batches=num_micro_batches,
+            virtual_stages=self.virtual_stages,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

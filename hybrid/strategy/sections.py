@@ -27,6 +27,7 @@ from hybrid.strategy.values import (
     ParallelPlan,
     PositiveOrInfinite,
     ReduceDtype,
+    ScheduleOrder,
     StageSplit,
     WholeFromZero,
     one_of,
@@ -54,10 +55,6 @@ ZeroStage = Annotated[
     WithJsonSchema({"type": "integer", "enum": [0, 1, 2, 3]}),
 ]
 Partition = Annotated[Literal["auto", "element", "parameter"], BeforeValidator(one_of("auto", "element", "parameter"))]
-Schedule = Annotated[
-    Literal["gpipe", "1f1b", "interleaved"],
-    BeforeValidator(one_of("gpipe", "1f1b", "interleaved", synonyms={"fthenb": "gpipe", "vpp": "interleaved"})),
-]
 
 
 class ShardingConfigs(Section):
@@ -122,8 +119,8 @@ class PipelineConfigs(Section):
     """Micro-batches per optimizer step; the same setting as the strategy's own `accumulate_steps`."""
     micro_batch_size: Count | None = None
     """Samples per micro-batch; the same setting as the strategy's own `micro_batch_size`."""
-    schedule: Schedule = "1f1b"
-    """Order of forwards and backwards on each stage."""
+    schedule: ScheduleOrder = "1f1b"
+    """Order of forwards and backwards on each stage: a name, or a schedule of your own, by file or text."""
     virtual_stages: Count = 1
     """Chunks of layers on each stage."""
     split: StageSplit | None = None

@@ -8,7 +8,8 @@ from itertools import groupby
 from math import fsum
 from typing import Any
 
-from hybrid.contracts.schedule import Schedule, make_schedule
+from hybrid.contracts.schedule import Schedule
+from hybrid.contracts.schedule_choice import schedule_name
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
 from hybrid.contracts.stage_split import chunk_rank
 from hybrid.errors import StrategyError
@@ -84,7 +85,7 @@ class StageTable:
         settings = self.settings
         words = [f"pipeline of {settings.degree} stages"]
         words += [f"{settings.virtual_stages} chunks each"] * (settings.virtual_stages > 1)
-        words.append(f"schedule {settings.schedule}")
+        words.append(f"schedule {schedule_name(settings.schedule)}")
         if self.timeline is not None:
             number = self.timeline.schedule.num_micro_batches
             words.append(f"{number} micro-batch{'es' * (number > 1)}")
@@ -248,12 +249,7 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
 def _schedule(settings: PipelineSettings, num_micro_batches: int | None) -> Schedule | None:
     if num_micro_batches is None:
         return None
-    return make_schedule(
-        settings.schedule,
-        num_stages=settings.degree,
-        num_micro_batches=num_micro_batches,
-        virtual_stages=settings.virtual_stages,
-    )
+    return settings.order(num_micro_batches)
 
 
 def _timeline(schedule: Schedule, weights: Sequence[float], backward: int) -> Timeline:

@@ -11,10 +11,14 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, WithJsonSchema
 
+from hybrid.contracts.schedule import SCHEDULE_NAMES, Schedule
+from hybrid.contracts.schedule_choice import is_written_out, read_schedule
+from hybrid.contracts.schedule_text import from_text, to_text
 from hybrid.units import parse_bytes, parse_number
 
 __all__ = [
@@ -35,6 +39,7 @@ __all__ = [
     "Positive",
     "PositiveOrInfinite",
     "ReduceDtype",
+    "ScheduleOrder",
     "StageSplit",
     "WholeFromZero",
     "closest",
@@ -213,6 +218,21 @@ def _read_split(value: object) -> str | tuple[int, ...]:
     return tuple(whole(1)(count) for count in value)
 
 
+def _read_schedule(value: object) -> str:
+    """A name; or a schedule of one's own, as an object, a text or the path of a file: kept as its text."""
+    if isinstance(value, Schedule):
+        return to_text(value)
+    if isinstance(value, str) and is_written_out(value):
+        return to_text(from_text(value))
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).suffix.lower() in {".csv", ".txt"}):
+        return to_text(read_schedule(Path(value)))
+    names = one_of(*SCHEDULE_NAMES, synonyms={"fthenb": "gpipe", "vpp": "interleaved"})
+    try:
+        return names(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or a file (.csv, .txt) or the text of a schedule of your own") from None
+
+
 def _read_order(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [word.strip() for word in value.split(",")]
@@ -327,6 +347,11 @@ StageSplit = Annotated[
             ]
         }
     ),
+]
+ScheduleOrder = Annotated[
+    str,
+    BeforeValidator(_read_schedule),
+    WithJsonSchema({"type": "string", "examples": [*SCHEDULE_NAMES, "F0.0 B0.0\nF1.0 B1.0\n"]}),
 ]
 ParallelPlan = Annotated[
     dict[str, Any],

@@ -132,6 +132,35 @@ def fewer_samples_than_micro_batches() -> None:
     assert_as_plain(lambda: mlp(4), [regression(0, samples=3), regression(1, samples=8)], functional.mse_loss, mb=4)
 
 
+EAGER = """
+    F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3
+    F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
+"""
+BREADTH_FIRST = """
+    F0.0 F0.1 F0.2 F0.3 F2.0 F2.1 F2.2 F2.3 B2.0 B2.1 B2.2 B2.3 B0.0 B0.1 B0.2 B0.3
+    F1.0 F1.1 F1.2 F1.3 F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F3.3 B3.3 B1.0 B1.1 B1.2 B1.3
+"""
+
+
+def own_schedules() -> None:
+    """Of one and of two chunks per stage, with parameters cut and gradients reduced at once; a batch that is short."""
+    batches = [regression(0), regression(1, samples=3), regression(2)]
+    for schedule, chunks in ((EAGER, 1), (BREADTH_FIRST, 2)):
+        for stage in (2, 3):
+            assert_as_plain(
+                lambda: mlp(4), batches, functional.mse_loss,
+                mb=4, schedule=schedule, virtual_stages=chunks, stage=stage,
+            )  # fmt: skip
+    assert_as_plain(
+        lambda: mlp(4), [regression(3, samples=3)], functional.mse_loss, mb=4, schedule="interleaved", virtual_stages=2
+    )
+
+
+def test_schedules_of_ones_own_train() -> None:
+    """The numbers do not depend on the order; nor does a short batch need another one."""
+    run_ranks(own_schedules, 2)
+
+
 def test_stages_clip_by_one_norm_and_hold_every_layer_once() -> None:
     """BC-09, BC-22, BC-24."""
     run_ranks(in_turn, 2, [one_norm_over_all_stages, uneven_layers, shapes_change])

@@ -1,0 +1,81 @@
+"""The schedule that a setting means: the name of one that is made for any size, or one written out as text.
+
+A schedule of one's own is kept as its whole text (`schedule_text`), so a strategy that has one needs no other file, and
+strategies that are equal run the same.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hybrid.contracts.schedule import ActionKind, Schedule, make_schedule
+from hybrid.contracts.schedule_check import check_schedule
+from hybrid.contracts.schedule_text import from_csv, from_text
+from hybrid.errors import StrategyError
+
+__all__ = ["choose_schedule", "is_written_out", "read_schedule", "schedule_name"]
+
+_TRAINABLE = (ActionKind.F, ActionKind.B)
+
+
+def is_written_out(setting: str) -> bool:
+    """Whether it is the text of a schedule, not the name of one."""
+    return "\n" in setting
+
+
+def schedule_name(setting: str) -> str:
+    """For people: one word."""
+    return from_text(setting).name if is_written_out(setting) else setting
+
+
+def read_schedule(path: Path) -> Schedule:
+    """A schedule from a file: `.csv`, or else text. Its name is the file's, where the text has none.
+
+    Raises:
+        StrategyError: the file cannot be read, or is no schedule; with line and column.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StrategyError(f"cannot read {path}: {error}") from error
+    name = re.sub(r"[^\w.+-]", "_", path.stem) or "custom"
+    read = from_csv if path.suffix.lower() == ".csv" else from_text
+    return read(text, name=name, source=str(path))
+
+
+def choose_schedule(setting: str, *, num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
+    """The action lists that `setting` means with these sizes.
+
+    Args:
+        setting: a name that `make_schedule` knows, or a text.
+
+    Raises:
+        StrategyError: everything that speaks against it: sizes that it cannot have or, written out, has not; actions
+            that are missing, out of order, or wait for each other for ever.
+    """
+    if not is_written_out(setting):
+        return make_schedule(
+            setting, num_stages=num_stages, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages
+        )
+    own = from_text(setting)
+    sizes = (
+        ("degree", own.num_stages, num_stages, "stages"),
+        ("accumulate_steps", own.num_micro_batches, num_micro_batches, "micro-batches"),
+        ("virtual_stages", own.virtual_stages, virtual_stages, "chunks per stage"),
+    )
+    problems = [
+        f"schedule {own.name!r} is for {has} {what}, and {name} is {wanted}; set it to {has}, or write one for {wanted}"
+        for name, has, wanted, what in sizes
+        if has != wanted
+    ]
+    split = sorted({action.kind.letter for order in own.actions for action in order if action.kind not in _TRAINABLE})
+    if split:
+        problems.append(
+            f"schedule {own.name!r} splits the backward ({', '.join(split)}), which is not available yet for training; "
+            "write B"
+        )
+    if problems:
+        raise StrategyError(problems)
+    check_schedule(own)
+    return own
