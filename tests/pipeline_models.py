@@ -181,7 +181,15 @@ def pipeline_strategy(
         strategy.accumulate_steps = mb
     if tp > 1:
         strategy.tensor_parallel, strategy.tensor_parallel_configs = True, {"degree": tp, "plan": PLAN}
-    names = ("shard_size", "bucket_bytes", "grad_reduce", "overlap_comm", "partition", "overlap_param_gather")
+    names = (
+        "shard_size",
+        "bucket_bytes",
+        "grad_reduce",
+        "overlap_comm",
+        "partition",
+        "overlap_param_gather",
+        "reshard_after",
+    )
     sharding = {name: settings.pop(name) for name in names if name in settings}
     if stage is not None:
         strategy.sharding, strategy.sharding_configs = (

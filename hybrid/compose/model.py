@@ -418,6 +418,7 @@ def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
         reduce_dtype=resolved.reduce_dtype,
         partition="parameter" if resolved.partition == "parameter" else "element",
         prefetch=resolved.prefetch,
+        keep_for_a_run=resolved.reshard_after == "run",
     )
 
 

@@ -44,11 +44,18 @@ def train_pipeline(
     schedule = fewer_micro_batches(stages.schedule, len(pairs)) if pairs else None
     last = len(micro_batches) - 1
     reducing: list[AbstractContextManager[None]] = []
+    chunk: int | None = None
 
     def loss(micro_batch: int, output: Any) -> torch.Tensor:
         loss = loss_fn(output, pairs[micro_batch][1])
         loss_sum = add_loss(loss, micro_batches[micro_batch], totals, strategy.loss_reduction)
         return loss_sum if scaler is None else scaler.scale(loss_sum)
+
+    def before(action: Action) -> None:
+        nonlocal chunk
+        if action.chunk != chunk:
+            runtime.engine.end_run()
+            chunk = action.chunk
 
     def before_backward(action: Action) -> None:
         reduce_now = reduces_after(strategy.grad_reduce, index=action.micro_batch, last=last, step=step)
@@ -69,6 +76,7 @@ def train_pipeline(
             schedule.actions[stages.staged.stage] if schedule is not None else (),
             inputs=lambda micro_batch: pairs[micro_batch][0],
             loss=loss,
+            before=before,
             before_backward=before_backward,
             after_backward=after_backward,
         )

@@ -119,6 +119,7 @@ def train_batch(
         raise
     finally:
         reducer.defer_end = False
+    runtime.engine.end_run()
     assert totals_handle is not None
     totals_handle.wait()
     loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)

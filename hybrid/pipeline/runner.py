@@ -58,6 +58,7 @@ class PipelineRunner:
         *,
         inputs: Callable[[int], Any],
         loss: Callable[[int, Any], torch.Tensor | None],
+        before: Callable[[Action], None],
         before_backward: Callable[[Action], None],
         after_backward: Callable[[Action], None],
     ) -> None:
@@ -67,11 +68,13 @@ class PipelineRunner:
             actions: this rank's, in order.
             inputs: micro-batch -> the value that the first chunk gets.
             loss: (micro-batch, output of the last chunk) -> what backward starts from.
+            before: called before each action.
             before_backward, after_backward: called around each backward.
         """
         self._in_flight.clear()
         try:
             for action in actions:
+                before(action)
                 if action.kind is ActionKind.F:
                     self._run_forward(action, inputs, loss)
                 else:

@@ -154,7 +154,13 @@ class ShardingEngine:
             groups=self._shard_groups,
             unit_names=[unit.name for unit in self._units if not unit.is_around],
             prefetch=self.settings.prefetch,
+            keep_for_a_run=self.settings.keep_for_a_run,
         )
+
+    def end_run(self) -> None:
+        """Other micro-batches than those of a run follow, or none: nothing needs to stay whole for them (stage 3)."""
+        if self.unsharder is not None:
+            self.unsharder.end_run()
 
     def all_buckets(self) -> tuple[Bucket, ...]:
         """Those with gradients first, then those of frozen parameters (stage 3 only)."""

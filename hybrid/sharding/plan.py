@@ -37,6 +37,7 @@ class EngineSettings:
     reduce_dtype: ReduceDtype = "grad"
     partition: PartitionKind
     prefetch: int = 1
+    keep_for_a_run: bool = False
 
 
 def split_axes(sync_axes: tuple[str, ...], *, zero_stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

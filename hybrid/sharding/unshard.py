@@ -12,6 +12,9 @@ Buckets *around* the units (embeddings, final norm, head) are gathered when firs
 the model's forward, since the forward may hold views of them anywhere in it. A unit's parameter that is read
 outside the unit's own forward (by a parent, a tied head) stays whole until the backward pass has ended, for the
 same reason.
+
+Kept for a run (`reshard_after`), what has been gathered while gradients are recorded stays whole where it would be
+freed, though for others its parameters are absent, until `end_run`, an update, or a forward without gradients.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class Unsharder:
         groups: per bucket, its shard group.
         unit_names: names of the modules that are units; what lies outside them is *around*.
         prefetch: how many units ahead to gather, in the order of the last pass.
+        keep_for_a_run: whether what is gathered stays whole until `end_run`.
     """
 
     def __init__(
@@ -61,11 +65,14 @@ class Unsharder:
         groups: Sequence[ops.Group],
         unit_names: Sequence[str],
         prefetch: int,
+        keep_for_a_run: bool = False,
     ) -> None:
         self._model = model
         self._buckets = tuple(buckets)
         self._groups = tuple(groups)
         self._prefetch = prefetch
+        self._keep_for_a_run = keep_for_a_run
+        self._in_run = False
         self._state = [ShardedState.FREED] * len(self._buckets)
         self._handles: dict[int, ops.Handle] = {}
         self._fqn_of = {id(p): fqn for bucket in buckets for fqn, p in zip(bucket.fqns, bucket.parameters, strict=True)}
@@ -135,6 +142,7 @@ class Unsharder:
             self._in_backward = False
             self._active.clear()
             self._this_pass = []
+            self._in_run = self._in_run and torch.is_grad_enabled()
             self._free_idle()
         self._forward_depth += 1
 
@@ -291,6 +299,7 @@ class Unsharder:
     def _start(self, bucket: Bucket) -> None:
         if self._state[bucket.index] is not ShardedState.FREED:
             return
+        self._in_run = self._keep_for_a_run and (torch.is_grad_enabled() or shims.in_backward())
         bucket.allocate_data()
         group = self._groups[bucket.index]
         self._handles[bucket.index] = ops.all_gather(
@@ -338,11 +347,20 @@ class Unsharder:
         if not out_of_date:
             bucket.take_edits_from_data()
         mark_absent(bucket.parameters, self)
+        if self._in_run and not out_of_date:
+            return
         bucket.free_data()
         self._state[bucket.index] = ShardedState.FREED
 
+    def end_run(self) -> None:
+        """Free what stayed whole for a run of micro-batches."""
+        if self._in_run:
+            self._in_run = False
+            self._free_idle()
+
     def free_all(self) -> None:
         """After an update: whatever is whole is out of date, and no graph made before may be used any more."""
+        self._in_run = False
         self._kept.clear()
         self._views.clear()
         self._hold = False

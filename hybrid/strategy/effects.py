@@ -18,7 +18,7 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
     stage = choices["zero_stage"]
     at_stage = f"at stage {stage.value}" if stage.where != "sharding" else "while sharding is off"
 
-    for name in ("units", "prefetch"):
+    for name in ("units", "prefetch", "reshard_after"):
         choice = choices[name]
         if choice.given and stage.value < 3:
             problems.append(
@@ -78,7 +78,11 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
     return problems
 
 
-_ELSE = {"units": " (bucket_bytes sizes the buckets; recompute_configs has units of its own)", "prefetch": ""}
+_ELSE = {
+    "units": " (bucket_bytes sizes the buckets; recompute_configs has units of its own)",
+    "prefetch": "",
+    "reshard_after": "",
+}
 LOSS_SCALING = ("amp_init_loss_scaling", "amp_growth_interval", "amp_growth_factor", "amp_backoff_factor")
 
 

@@ -36,6 +36,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
         "partition",
         "units",
         "prefetch",
+        "reshard_after",
     ),
     "batch": ("micro_batch_size", "accumulate_steps", "global_batch_size", "loss_reduction"),
     "clipping": ("max_norm", "norm_type", "clip_value"),
@@ -217,7 +218,7 @@ def _value(name: str, choice: Choice, choices: Mapping[str, Choice]) -> str:
         return "1"
     if name in {"dp_replicate", "shard_size", "pp", "tp", "cp"} and value == -1:
         return "follows from the world size"
-    if name in {"units", "prefetch"} and choices["zero_stage"].value < 3:
+    if name in {"units", "prefetch", "reshard_after"} and choices["zero_stage"].value < 3:
         return "not used before stage 3"
     if name == "overlap_param_gather" and choices["zero_stage"].value == 3:
         return "not used at stage 3"

@@ -48,6 +48,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "partition": ("sharding_configs.partition",),
     "units": ("sharding_configs.units",),
     "prefetch": ("sharding_configs.prefetch",),
+    "reshard_after": ("sharding_configs.reshard_after",),
     "sequence_parallel": ("tensor_parallel_configs.sequence_parallel",),
     "tensor_plan": ("tensor_parallel_configs.plan",),
     "tensor_verify": ("tensor_parallel_configs.verify",),

@@ -138,6 +138,7 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         partition=value["partition"],
         units=value["units"],
         prefetch=value["prefetch"],
+        reshard_after=value["reshard_after"],
         micro_batch_size=value["micro_batch_size"],
         accumulate_steps=value["accumulate_steps"],
         global_batch_size=value["global_batch_size"],

@@ -140,6 +140,7 @@ class ResolvedStrategy:
     """`auto` is decided by the optimizer, when it is wrapped."""
     units: tuple[str, ...] | None
     prefetch: int
+    reshard_after: Literal["unit", "run"]
     micro_batch_size: int | None
     accumulate_steps: int
     global_batch_size: int | None
@@ -191,7 +192,8 @@ def _gather(resolved: ResolvedStrategy) -> str:
         return "no parameter gather"
     if resolved.zero_stage == 3:
         units = ", ".join(resolved.units) if resolved.units else "every repeated block"
-        return f"parameters gathered by unit ({units}), {resolved.prefetch} ahead"
+        kept = ", kept for a run of micro-batches" if resolved.reshard_after == "run" else ""
+        return f"parameters gathered by unit ({units}), {resolved.prefetch} ahead{kept}"
     return f"parameter gather {'in the next forward' if resolved.overlap_param_gather else 'at the end of the step'}"
 
 

@@ -54,6 +54,7 @@ ZeroStage = Annotated[
     BeforeValidator(whole(0, 3)),
     WithJsonSchema({"type": "integer", "enum": [0, 1, 2, 3]}),
 ]
+ReshardAfter = Annotated[Literal["unit", "run"], BeforeValidator(one_of("unit", "run"))]
 Partition = Annotated[Literal["auto", "element", "parameter"], BeforeValidator(one_of("auto", "element", "parameter"))]
 
 
@@ -85,6 +86,8 @@ class ShardingConfigs(Section):
     """Class names of the modules that are gathered and freed as a whole (stage 3)."""
     prefetch: WholeFromZero = 1
     """Units gathered ahead of the one that computes (stage 3)."""
+    reshard_after: ReshardAfter = "unit"
+    """How long a gathered unit stays whole: while it computes, or for a run of micro-batches (stage 3)."""
 
 
 class TensorParallelConfigs(Section):

@@ -54,7 +54,7 @@ def _stage_3(value: Mapping[str, Any]) -> list[str]:
     if value["zero_stage"] < 3:
         return []
     units = ", ".join(value["units"] or ("repeated blocks",))
-    return [f"units {units}", f"prefetch {value['prefetch']}"]
+    return [f"units {units}", f"prefetch {value['prefetch']}", f"reshard_after {value['reshard_after']}"]
 
 
 def _open(value: object) -> object:

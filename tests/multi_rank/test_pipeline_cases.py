@@ -146,10 +146,10 @@ def own_schedules() -> None:
     """Of one and of two chunks per stage, with parameters cut and gradients reduced at once; a batch that is short."""
     batches = [regression(0), regression(1, samples=3), regression(2)]
     for schedule, chunks in ((EAGER, 1), (BREADTH_FIRST, 2)):
-        for stage in (2, 3):
+        for sharding in ({"stage": 2}, {"stage": 3}, {"stage": 3, "reshard_after": "run"}):
             assert_as_plain(
                 lambda: mlp(4), batches, functional.mse_loss,
-                mb=4, schedule=schedule, virtual_stages=chunks, stage=stage,
+                mb=4, schedule=schedule, virtual_stages=chunks, **sharding,
             )  # fmt: skip
     assert_as_plain(
         lambda: mlp(4), [regression(3, samples=3)], functional.mse_loss, mb=4, schedule="interleaved", virtual_stages=2

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -188,6 +189,10 @@ TRAFFIC: list[tuple[str, int, dict[str, Any]]] = [
     ("1f1b", 4, {"stage": 2, "grad_reduce": "last_micro_batch"}),
     ("interleaved", 4, {"stage": 2, "grad_reduce": 2}),
     ("1f1b", 4, {"stage": 1}),
+    ("1f1b", 4, {"stage": 3}),
+    ("gpipe", 4, {"stage": 3, "reshard_after": "run"}),
+    ("1f1b", 4, {"stage": 3, "reshard_after": "run", "grad_reduce": "every_micro_batch"}),
+    ("interleaved", 4, {"stage": 3, "reshard_after": "run"}),
 ]
 
 
@@ -210,13 +215,18 @@ def test_bytes_sent_are_those_of_layout_and_schedule() -> None:
                     way = "pp_forward" if one.send.payload is Payload.ACTIVATION else "pp_backward"
                     wanted[f"{way} send"] += sizes[one.action.micro_batch] * ACTIVATION_BYTES
             own_bytes = UNIT_BYTES * LAYERS // 2
-            reductions = {"every_micro_batch": mb, 2: mb // 2}.get(settings.get("grad_reduce"), 1)
             stage = settings.get("stage", 0)
+            usual = "every_micro_batch" if stage >= 2 else "last_micro_batch"
+            reductions = {"every_micro_batch": mb, 2: mb // 2}.get(settings.get("grad_reduce", usual), 1)
+            chunks_run = [chunk for chunk, _ in groupby(action.chunk for action in schedule.actions[rank])]
+            gathers = 1.0  # of everything that the stage holds
+            if stage == 3:
+                gathers = len(chunks_run) / schedule.virtual_stages if "reshard_after" in settings else 2 * mb
             if stage == 0:
                 wanted["dp_replicate+dp_shard all_reduce"] = own_bytes
             else:
                 wanted["dp_shard reduce_scatter"] = reductions * own_bytes // 2
-                wanted["dp_shard all_gather"] = own_bytes // 2
+                wanted["dp_shard all_gather"] = int(gathers * own_bytes / 2)
             assert found == dict(wanted), (name, mb, settings, rank)
 
 

@@ -176,11 +176,12 @@ SHAPES = [Stack, Gated, skipping, detached, ParentReads, TiedUnits, UsedTwice]
 def check_prefetches(build: Callable[[], nn.Module]) -> None:
     for prefetch in (1, 0, 3):
         check(build, prefetch=prefetch)
+    check(build, reshard_after="run")
 
 
 @pytest.mark.parametrize("build", SHAPES)
 def test_shape_of_the_forward(build: Callable[[], nn.Module]) -> None:
-    """Weights after three steps are those of plain torch, however far ahead units are gathered."""
+    """Weights after three steps are those of plain torch, however far ahead units are gathered, and how long kept."""
     run_ranks(check_prefetches, 2, build, timeout_seconds=20)
 
 
@@ -232,6 +233,11 @@ def sum_of_two_forwards(model: Any, optimizer: Any, inputs: torch.Tensor, target
         optimizer.zero_grad()
 
 
+def check_both(build: Callable[[], nn.Module], loop: Loop) -> None:
+    check(build, loop)
+    check(build, loop, reshard_after="run")
+
+
 LOOPS = [
     two_losses_two_backwards,
     same_graph_twice,
@@ -246,4 +252,4 @@ LOOPS = [
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loop(build: Callable[[], nn.Module], loop: Loop) -> None:
     """Several graphs alive at once, graphs used twice, gradients of gradients, of inputs, of one unit alone."""
-    run_ranks(check, 2, build, loop, timeout_seconds=20)
+    run_ranks(check_both, 2, build, loop, timeout_seconds=20)

@@ -193,6 +193,17 @@ def test_a_save_is_invisible_until_whole(tmp_path: Path) -> None:
     assert latest(directory) == (7, [])
 
 
+def test_new_folders_are_on_the_disk_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is content of the folder above: after a crash of the machine the whole job's folder could be missing."""
+    synced: list[Path] = []
+    monkeypatch.setattr(folder, "sync_folder", synced.append)
+    folder.make_directory(tmp_path / "a" / "b" / "c")
+    assert set(synced) == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+    synced.clear()
+    folder.make_directory(tmp_path / "a" / "b" / "c")
+    assert synced == []
+
+
 def test_what_somebody_else_made_is_never_replaced(tmp_path: Path) -> None:
     """Before anything is written, and again at the end: a folder without our manifest is not ours to remove."""
     writing = folder.new_writing_folder(tmp_path, 7, "n")
