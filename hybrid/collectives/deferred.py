@@ -13,15 +13,20 @@ in launch order, on the copies; a result reaches its buffer only in its own `wai
     a read after release                 NaN
     a wrong order of launches            as on the real backend: an error on both ranks
 
+A message from one rank to another is not sent before its sender waits for something, and until the peer has it its
+buffer must be what it was at the launch, to the byte: a write to it or its release before is a CollectiveError.
+
 Every rank of a world must use it, as the moment at which a call is carried out differs from the real one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from hybrid.collectives import ops
 from hybrid.collectives.call import Call
@@ -61,17 +66,29 @@ class _Deferred:
 
     def __init__(self) -> None:
         self._queue: list[_DeferredCall] = []
+        self._messages: list[_DeferredMessage] = []
 
     def start(self, call: Call) -> _DeferredCall:
         deferred = _DeferredCall(call, self)
         self._queue.append(deferred)
         return deferred
 
+    def send(self, call: Call, start: Callable[[], dist.Work]) -> _DeferredMessage:
+        message = _DeferredMessage(call, start, self)
+        self._messages.append(message)
+        return message
+
+    def before_waiting(self) -> None:
+        """Who waits may wait for an answer to what has not been sent yet."""
+        while self._messages:
+            self._messages.pop(0).carry_out()
+
     def release(self, buffer: torch.Tensor) -> None:
         hide(buffer.detach().view(-1))
 
     def carry_out_until(self, last: _DeferredCall) -> None:
         """Carry out everything up to `last`; each call leaves the queue before it can fail."""
+        self.before_waiting()
         while last in self._queue:
             self._queue.pop(0).carry_out()
 
@@ -116,6 +133,40 @@ class _DeferredCall:
             return [(bounds[rank], bounds[rank + 1])]
         # An all-gather also brings back what lies outside its bounds: it belongs to nobody and stays as it was.
         return [(0, self._call.num_elements)]
+
+
+class _DeferredMessage:
+    """A message that its sender may not touch, compared with a copy once the peer has it."""
+
+    def __init__(self, call: Call, start: Callable[[], dist.Work], backend: _Deferred) -> None:
+        assert call.buffer is not None
+        self._call = call
+        self._start = start
+        self._backend = backend
+        self._copy = _bytes_of(call.buffer).clone()
+        self._work: dist.Work | None = None
+
+    def carry_out(self) -> None:
+        self._check_untouched()
+        self._work = self._start()
+
+    def wait(self, timeout: timedelta) -> None:
+        self._backend.before_waiting()
+        assert self._work is not None
+        self._work.wait(timeout)
+        self._check_untouched()
+
+    def _check_untouched(self) -> None:
+        buffer = self._call.buffer
+        assert buffer is not None
+        if buffer.untyped_storage().nbytes() == 0 or not torch.equal(_bytes_of(buffer), self._copy):
+            raise CollectiveError(
+                f"{self._call.describe()}: its buffer was written to or released before the peer had the message"
+            )
+
+
+def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.detach().view(-1).view(torch.uint8)
 
 
 def hide(buffer: torch.Tensor) -> None:

@@ -19,9 +19,11 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from hybrid.collectives.call import HISTORY, Call, CallState
 from hybrid.collectives.exchange import Exchange, even_bounds
@@ -160,11 +162,27 @@ def release(buffer: torch.Tensor) -> None:
 # -- launching ------------------------------------------------------------------------------------------------
 
 
+class Sending(Protocol):
+    """A message under way: a `torch.distributed.Work`, or what a test backend makes of it."""
+
+    def wait(self, timeout: timedelta) -> Any:
+        """Until the peer has it."""
+        ...
+
+
 class Interposer(Protocol):
     """What a test backend puts between the launch and the real thing; see `deferred`."""
 
     def start(self, call: Call) -> Pending:
         """Take the call over."""
+        ...
+
+    def send(self, call: Call, start: Callable[[], dist.Work]) -> Sending:
+        """Take a message to one peer over; `start` sends its buffer."""
+        ...
+
+    def before_waiting(self) -> None:
+        """This process is about to wait for another one."""
         ...
 
     def release(self, buffer: torch.Tensor) -> None:

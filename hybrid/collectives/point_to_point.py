@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hybrid.collectives import trace
 from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
 from hybrid.collectives.channel import receive, send
 from hybrid.collectives.group import Group
+from hybrid.collectives.ops import Sending, get_interposer
 from hybrid.errors import CollectiveError, ModelError
 
 __all__ = ["Stream"]
@@ -52,7 +54,7 @@ class _Sent:
 
     key: Hashable
     calls: list[Call]
-    works: list[dist.Work]
+    works: list[Sending]
     buffers: list[torch.Tensor]
 
 
@@ -121,11 +123,17 @@ class Stream:
         for buffer in buffers:
             sent.calls.append(Call(op="send", group=self._group, buffer=buffer))
             HISTORY.append(sent.calls[-1])
-            sent.works.append(send(buffer, self._data, self._peer, _DATA_TAG))
+            sent.works.append(self._start(sent.calls[-1], buffer))
             sent.buffers.append(buffer)
         self._under_way.append(sent)
         while len(self._under_way) > window:
             self._complete_first()
+
+    def _start(self, call: Call, buffer: torch.Tensor) -> Sending:
+        interposer = get_interposer()
+        if interposer is None:
+            return send(buffer, self._data, self._peer, _DATA_TAG)
+        return interposer.send(call, partial(send, buffer, self._data, self._peer, _DATA_TAG))
 
     def confirm(self, key: Hashable) -> None:
         """The peer has this message (it has answered), and all before it: let go of their buffers."""
@@ -201,10 +209,15 @@ class Stream:
             self._wait(work, "receive from")
         return key, description, tensors
 
-    def _wait(self, work: dist.Work, what: str) -> None:
+    def _wait(self, work: Sending, what: str) -> None:
+        interposer = get_interposer()
+        if interposer is not None:
+            interposer.before_waiting()
         seconds = self._group.timeout_seconds
         try:
             work.wait(timedelta(seconds=seconds))
+        except CollectiveError:
+            raise  # of a test backend
         except RuntimeError as error:
             rank = self._group.ranks[self._group.rank]
             text = first_sentence(str(error))

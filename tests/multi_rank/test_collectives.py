@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybrid.collectives import exchange, ops
 from hybrid.collectives.deferred import deferred_backend
+from hybrid.collectives.point_to_point import Stream
 from hybrid.errors import CollectiveError
 from tests.multi_rank.worlds import rank_buffer, shard_group
 from tests.ranks import RankFailure, run_ranks
@@ -318,3 +319,34 @@ WRITES: tuple[Callable[[torch.Tensor], None], ...] = (write_one, write_some)
 def test_the_deferred_backend_shows_planted_faults() -> None:
     """Protects every test that runs on it: a missing wait and a write in flight do not pass unseen."""
     run_ranks(check_deferred_faults, 2)
+
+
+def check_deferred_messages(spoil: Callable[[torch.Tensor], None]) -> None:
+    group = shard_group()
+    stream = Stream(group, headers=group, peer=1 - group.rank, device=torch.device("cpu"))
+    with deferred_backend():
+        values = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank))
+        kept = values.clone()
+        stream.send("first", None, [values], window=2)
+        _, (got,) = stream.receive("first")
+        assert torch.equal(got, torch.randn(1000, generator=torch.Generator().manual_seed(1 - group.rank)))
+        stream.flush()
+        assert torch.equal(values, kept)
+        stream.send("second", None, [values], window=2)
+        if group.rank == 0:
+            spoil(values)
+            with pytest.raises(CollectiveError, match="written to or released before the peer had the message"):
+                stream.flush()
+        else:  # it was never sent
+            with pytest.raises(CollectiveError, match="nothing came in time|it is gone"):
+                stream.receive("second")
+
+
+def release(buffer: torch.Tensor) -> None:
+    buffer.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("spoil", [write_one, release])
+def test_the_deferred_backend_shows_messages_that_were_touched(spoil: Callable[[torch.Tensor], None]) -> None:
+    """A pipeline stage frees and reuses what it has sent: too early, and gloo sends other numbers now and then."""
+    run_ranks(check_deferred_messages, 2, spoil, group_timeout_seconds=3)
