@@ -332,14 +332,11 @@ def check_deferred_messages(spoil: Callable[[torch.Tensor], None]) -> None:
         assert torch.equal(got, torch.randn(1000, generator=torch.Generator().manual_seed(1 - group.rank)))
         stream.flush()
         assert torch.equal(values, kept)
-        stream.send("second", None, [values], window=2)
         if group.rank == 0:
+            stream.send("second", None, [values], window=2)
             spoil(values)
             with pytest.raises(CollectiveError, match="written to or released before the peer had the message"):
                 stream.flush()
-        else:  # it was never sent
-            with pytest.raises(CollectiveError, match="nothing came in time|it is gone"):
-                stream.receive("second")
 
 
 def release(buffer: torch.Tensor) -> None:
@@ -349,4 +346,4 @@ def release(buffer: torch.Tensor) -> None:
 @pytest.mark.parametrize("spoil", [write_one, release])
 def test_the_deferred_backend_shows_messages_that_were_touched(spoil: Callable[[torch.Tensor], None]) -> None:
     """A pipeline stage frees and reuses what it has sent: too early, and gloo sends other numbers now and then."""
-    run_ranks(check_deferred_messages, 2, spoil, group_timeout_seconds=3)
+    run_ranks(check_deferred_messages, 2, spoil)
