@@ -31,6 +31,7 @@ _HOMES = {
     "distributed_model": "hybrid.compose.model",
     "distributed_optimizer": "hybrid.compose.optimizer",
     "distributed_scaler": "hybrid.compose.scaler",
+    "export_weights": "hybrid.compose.weights_export",
     "full_gradient": "hybrid.compose.access",
     "full_parameter": "hybrid.compose.access",
     "get_hybrid_communicate_group": "hybrid.compose.context",
@@ -38,6 +39,7 @@ _HOMES = {
     "is_initialized": "hybrid.compose.context",
     "get_mesh": "hybrid.compose.context",
     "load_checkpoint": "hybrid.compose.checkpoint_load",
+    "load_weights": "hybrid.compose.weights_load",
     "resume_directory": "hybrid.launch.variables",
     "save_checkpoint": "hybrid.compose.checkpoint_save",
     "set_full_parameter": "hybrid.compose.access",
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from hybrid.compose.model import distributed_model as distributed_model
     from hybrid.compose.optimizer import distributed_optimizer as distributed_optimizer
     from hybrid.compose.scaler import distributed_scaler as distributed_scaler
+    from hybrid.compose.weights_export import export_weights as export_weights
+    from hybrid.compose.weights_load import load_weights as load_weights
     from hybrid.data.sampler import DistributedBatchSampler as DistributedBatchSampler
     from hybrid.errors import BatchError as BatchError
     from hybrid.errors import CheckpointError as CheckpointError

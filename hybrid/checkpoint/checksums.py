@@ -14,8 +14,8 @@ from xxhash import xxh3_64
 
 __all__ = ["BLOCK_BYTES", "Checksum", "file_checksum"]
 
-# Hashed and written, or read and hashed, while the block is still in the processor's cache.
-BLOCK_BYTES = 4 * 2**20
+# Hashed and written, or read and hashed, while the block is still in the cache of its core.
+BLOCK_BYTES = 2**20
 
 
 class Checksum:

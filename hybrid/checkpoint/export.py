@@ -91,15 +91,21 @@ def check_target(target: Path, *, also_replaced: frozenset[str] = frozenset()) -
     if not target.is_dir() or target.is_symlink():
         raise CheckpointError(f"{target} is there and is no folder; give another name")
     for name in sorted(os.listdir(target)):
-        if not is_weight_file_name(name) and name != TORCH_NAME and name not in also_replaced:
+        if not is_weight_file_name(name) and name not in also_replaced:
             raise CheckpointError(
                 f"{target} holds {name!r}, which an export does not make and would remove; export into a new folder"
             )
 
 
 def new_aside(target: Path, nonce: str) -> Path:
-    """Make the folder in which an export is written before it appears; what earlier ones left of theirs goes."""
+    """Make the folder in which an export is written before it appears.
+
+    What exports that died had written goes; what they had put aside gets its name back.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
+    old = _asides(target, "old")
+    if old and not os.path.lexists(target):
+        os.rename(old[0], target)
     for path in _asides(target, "writing"):
         shutil.rmtree(path, ignore_errors=True)
     aside = target.with_name(f".{target.name}.writing-{nonce}")

@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ __all__ = [
     "commit",
     "latest_complete",
     "list_steps",
+    "make_directory",
     "new_writing_folder",
     "problem_of_files",
     "read_manifest",
@@ -173,6 +175,15 @@ def _look(path: Path, step: int) -> StepFolder:
 # ---------------------------------------------------------------- writing
 
 
+def make_directory(directory: Path) -> None:
+    """Make the folder of a job's checkpoints where it is not there yet, so that it outlives a crash of the machine."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        with suppress(PermissionError):  # one may be allowed to make a folder where one may not list them
+            sync_folder(path.parent)
+
+
 def new_writing_folder(directory: Path, step: int, nonce: str) -> Path:
     """Make the folder that a save of `step` writes into, and `directory` where it is not there yet.
 
@@ -180,9 +191,7 @@ def new_writing_folder(directory: Path, step: int, nonce: str) -> Path:
         CheckpointError: something that is not our checkpoint has the step's name.
         OSError: as the system says it.
     """
-    if not directory.is_dir():
-        directory.mkdir(parents=True, exist_ok=True)
-        sync_folder(directory.parent)
+    make_directory(directory)
     _check_replaceable(directory / step_folder_name(step))
     path = directory / writing_folder_name(step, nonce)
     path.mkdir()
@@ -240,7 +249,8 @@ def commit(writing: Path, directory: Path, step: int, *, manifest: Manifest | No
         raise
     sync_folder(directory)
     if old is not None:
-        _discard(old)
+        with suppress(OSError):  # the checkpoint is there all the same; the next sweep removes the old one
+            _discard(old)
     return final
 
 

@@ -10,7 +10,7 @@ one), all of them read, and each writes a share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import torch
 
 from hybrid.checkpoint.manifest import EntryKind
 from hybrid.contracts.placement import Placement
-from hybrid.contracts.ranges import deal, pieces, write_share
+from hybrid.contracts.ranges import Piece, deal, pieces, write_share
 from hybrid.errors import CheckpointError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
@@ -89,6 +89,9 @@ class HeldState:
         self._engine = engine
         self._coordinates = dict(coordinates)
         self._degree = degree
+        # A parameter's state has the same places as itself: found once.
+        self._copies: dict[str, tuple[tuple[str, ...], int, int]] = {}
+        self._pieces: dict[tuple[str, int, int, tuple[int, ...]], list[Piece]] = {}
 
     def parameters(self, use: Use) -> list[Region]:
         """Of the parameters, in the plain model's dtype: masters where there are any.
@@ -166,7 +169,9 @@ class HeldState:
             for part in bucket.slices:
                 yield self._part(part.fqn, bucket.slice_view(bucket.own_data(), part))
         for fqn, parameter in engine.parameters.items():
-            if engine.home_of(fqn) is None or parameter.numel() == 0:
+            if parameter.numel() == 0:  # in no shard; at stage 3 it may not be looked at
+                yield self._part(fqn, torch.empty(tuple(parameter.shape), dtype=parameter.dtype))
+            elif engine.home_of(fqn) is None:
                 yield self._part(fqn, parameter.detach())
 
     def _part(self, fqn: str, view: torch.Tensor, *, name: str | None = None, kind: EntryKind = "parameter") -> _Part:
@@ -176,24 +181,27 @@ class HeldState:
 
     def _shared(self, parts: Iterable[_Part], use: Use) -> list[Region]:
         """All of the parts to read; this rank's share of them to write."""
+        found: list[Region] = []
         if use == "read":
-            return [region for part in parts for region in self._regions(part, 0, part.view.numel())]
+            for part in parts:
+                found += self._regions(part, 0, part.view.numel())
+                found += [self._whole(part)] * (0 in part.placement.global_shape)  # so that its name is known
+            return found
         alike: dict[tuple[str, ...], list[_Part]] = {}
         shares: dict[tuple[str, ...], tuple[int, int]] = {}
         for part in parts:
             axes, index, count = self._copy_of(part.fqn)
             alike.setdefault(axes, []).append(part)
             shares[axes] = (index, count)
-        found: list[Region] = []
         for axes, members in alike.items():
             members.sort(key=lambda part: part.name)  # stages may have them in another order
             index, count = shares[axes]
-            found += [self._empty(part) for part in members if 0 in part.placement.global_shape and index == 0]
+            found += [self._whole(part) for part in members if 0 in part.placement.global_shape and index == 0]
             for place, start, stop in deal([part.view.numel() for part in members], index=index, count=count):
                 found += self._regions(members[place], start, stop)
         return found
 
-    def _empty(self, part: _Part) -> Region:
+    def _whole(self, part: _Part) -> Region:
         return self._region(part, offsets=(0,) * part.view.dim(), tensor=part.view)
 
     def _regions(self, part: _Part, start: int, stop: int) -> Iterator[Region]:
@@ -203,17 +211,27 @@ class HeldState:
         bucket = self._engine.home_of(part.fqn)
         own = None if bucket is None else bucket.slice_of.get(part.fqn)
         if bucket is None or own is None or part.is_whole(bucket):  # in its own shape
-            for piece in pieces(placement, start, stop, order=dims):
+            if tuple(part.view.shape) == placement.global_shape and (start, stop) == (0, part.view.numel()):
+                if stop > 0:  # what most are, without arithmetic
+                    yield self._whole(part)
+                return
+            for piece in self._pieces_of(part.fqn, start, stop, order=dims):
                 inside = _start_of(piece.flat_start, tuple(part.view.shape), piece.inside)
                 yield self._region(part, offsets=piece.offsets, tensor=_narrow(part.view, inside, piece.sizes))
             return
         strides = bucket.strides(bucket.position_of[part.fqn])
         order = sorted(dims, key=lambda dim: (-strides[dim], dim))
-        for piece in pieces(placement, own.start + start, own.start + stop, order=order):
+        for piece in self._pieces_of(part.fqn, own.start + start, own.start + stop, order=order):
             begin = piece.flat_start - own.start
             block = part.view[begin : begin + prod(piece.block)].view(piece.block)
             block = block.permute([order.index(dim) for dim in dims])
             yield self._region(part, offsets=piece.offsets, tensor=_narrow(block, piece.inside, piece.sizes))
+
+    def _pieces_of(self, fqn: str, start: int, stop: int, *, order: Sequence[int]) -> list[Piece]:
+        key = (fqn, start, stop, tuple(order))
+        if key not in self._pieces:
+            self._pieces[key] = pieces(self._engine.placements[fqn], start, stop, order=order)
+        return self._pieces[key]
 
     @staticmethod
     def _region(part: _Part, *, offsets: tuple[int, ...], tensor: torch.Tensor) -> Region:
@@ -230,10 +248,12 @@ class HeldState:
 
     def _copy_of(self, fqn: str) -> tuple[tuple[str, ...], int, int]:
         """(axes, index, count) of this rank's copy of what it holds of a parameter."""
-        bucket = self._engine.home_of(fqn)
-        cut = () if bucket is None else self._engine.cut_axes(bucket)
-        placement = self._engine.placements[fqn]
-        return write_share(placement, self._coordinates, degree=self._degree, cut_axes=cut)
+        if fqn not in self._copies:
+            bucket = self._engine.home_of(fqn)
+            cut = () if bucket is None else self._engine.cut_axes(bucket)
+            placement = self._engine.placements[fqn]
+            self._copies[fqn] = write_share(placement, self._coordinates, degree=self._degree, cut_axes=cut)
+        return self._copies[fqn]
 
     def _has_plain_master(self, fqn: str) -> bool:
         """Whether a parameter has a master beside the plain model's values, which are of low precision themselves."""

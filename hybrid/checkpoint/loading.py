@@ -1,7 +1,11 @@
-"""Reading regions through `torch.distributed.checkpoint`: each rank reads the pieces that meet what it holds."""
+"""Reading regions through `torch.distributed.checkpoint`: each rank reads the pieces that meet what it holds.
+
+A rank needs nothing of the others for that: dcp runs on each by itself, and the ranks meet when all have read.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import FileIO
@@ -24,9 +28,9 @@ from torch.futures import Future
 from hybrid.checkpoint.held import Region
 from hybrid.checkpoint.manifest import Chunk, Manifest
 from hybrid.checkpoint.tensor_file import map_chunk
+from hybrid.checkpoint.together import meet
 from hybrid.collectives.group import Group
 from hybrid.contracts.ranges import overlap
-from hybrid.errors import CheckpointError, CollectiveError
 
 __all__ = ["LoadRegions", "ReadShards", "read_entry", "read_regions"]
 
@@ -38,24 +42,22 @@ def read_regions(regions: Sequence[Region], folder: Path, manifest: Manifest, *,
         CheckpointError: what failed on which rank; the same on all of them.
         CollectiveError: a rank is gone, or did not come within the timeout.
     """
-    reader = ReadShards(folder, manifest)
+    problem: BaseException | None = None
     try:
-        dcp.load({}, storage_reader=reader, planner=LoadRegions(regions), process_group=group.process_group)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # so it is, for this
+            dcp.load({}, storage_reader=ReadShards(folder, manifest), planner=LoadRegions(regions), no_dist=True)
     except dcp.CheckpointException as error:
-        failed = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
-        said = "; ".join(f"rank {rank}: {failure}" for rank, failure in failed.items())
-        raise CheckpointError(said) from next(iter(failed.values()), None)
-    except RuntimeError as error:  # of gloo: somebody is gone, or waited too long
-        raise CollectiveError(
-            f"another rank ended, or did not come within {group.timeout_seconds:g} s ({error})"
-        ) from error
+        problem = next(failure for failure, _ in error.failures.values())
+    meet(problem, group=group)
 
 
 class LoadRegions(LoadPlanner):
     """A plan to fill these regions. The state dict that `dcp.load` is given plays no part."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        self._regions = {(region.name, region.offsets): region for region in regions}
+        # By number: two regions may want the same elements (a weight that was tied when it was saved, and is not here).
+        self._regions = list(regions)
         self._metadata: Metadata | None = None
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -64,7 +66,7 @@ class LoadRegions(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self._metadata is not None
         items = []
-        for region in self._regions.values():
+        for number, region in enumerate(self._regions):
             entry = self._metadata.state_dict_metadata[region.name]
             assert isinstance(entry, TensorStorageMetadata)
             for chunk in entry.chunks:
@@ -74,7 +76,7 @@ class LoadRegions(LoadPlanner):
                 items.append(
                     ReadItem(
                         type=LoadItemType.TENSOR,
-                        dest_index=MetadataIndex(region.name, region.offsets),
+                        dest_index=MetadataIndex(region.name, region.offsets, number),
                         dest_offsets=torch.Size(a - b for a, b in zip(met[0], region.offsets, strict=True)),
                         storage_index=MetadataIndex(region.name, chunk.offsets),
                         storage_offsets=torch.Size(a - b for a, b in zip(met[0], chunk.offsets, strict=True)),
@@ -93,7 +95,8 @@ class LoadRegions(LoadPlanner):
         raise NotImplementedError("checkpoints have tensors only; the rest is in state.json")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        tensor = self._regions[read_item.dest_index.fqn, tuple(read_item.dest_index.offset or ())].tensor.detach()
+        assert read_item.dest_index.index is not None
+        tensor = self._regions[read_item.dest_index.index].tensor.detach()
         for dim, (at, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, at, size)
         return tensor

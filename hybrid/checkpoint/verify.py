@@ -10,7 +10,19 @@ from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.tensor_file import read_header
 from hybrid.errors import CheckpointError
 
-__all__ = ["verify"]
+__all__ = ["share_of_files", "verify"]
+
+
+def share_of_files(manifest: Manifest, *, rank: int, size: int) -> list[str]:
+    """The files that one of `size` ranks verifies, so that all have about as much to read."""
+    loads = [0] * size
+    own = []
+    for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0])):
+        least = loads.index(min(loads))
+        loads[least] += record.bytes
+        if least == rank:
+            own.append(name)
+    return own
 
 
 def verify(

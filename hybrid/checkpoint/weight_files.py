@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +30,7 @@ __all__ = [
     "WeightFile",
     "WeightFiles",
     "WeightFilesWriter",
+    "index_text",
     "is_weight_file_name",
     "natural_order",
     "plan_weight_files",
@@ -38,6 +39,7 @@ __all__ = [
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_TORCH_NAME = re.compile(r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|pytorch_model\.bin\.index\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,8 @@ class WeightFilesWriter:
 
 def is_weight_file_name(name: str) -> bool:
     """Whether an export makes files of this name."""
-    return name in {SINGLE_NAME, INDEX_NAME} or _SHARD_NAME.fullmatch(name) is not None
+    patterns = (_SHARD_NAME, _TORCH_NAME)
+    return name in {SINGLE_NAME, INDEX_NAME} or any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
@@ -174,13 +177,22 @@ def _weight_file(name: str, specs: Sequence[TensorSpec]) -> WeightFile:
 
 
 def _index(files: Sequence[WeightFile]) -> str:
-    tensors = [tensor for file in files for tensor in file.tensors]
+    places = {tensor.name: file.name for file in files for tensor in file.tensors}
+    return index_text([tensor for file in files for tensor in file.tensors], places)
+
+
+def index_text(tensors: Sequence[TensorSpec], places: Mapping[str, str]) -> str:
+    """The text of an index file.
+
+    Args:
+        tensors: that are stored, each once.
+        places: name -> file.
+    """
     metadata = {
         "total_parameters": sum(prod(tensor.sizes) for tensor in tensors),
         "total_size": sum(tensor.num_bytes for tensor in tensors),
     }
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    return json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=2, sort_keys=True) + "\n"
 
 
 def _runs(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -99,8 +99,11 @@ class Exchange:
         self._second_receives: list[_Message] = []
         self._sends: list[_Message] = []
         self._deadline = 0.0
+        self._refused: PeerError | None = None
         self._post_receives()
         self._post_sends()
+        if self._refused is not None:
+            raise self._refused
 
     # -- what goes where ------------------------------------------------------------------------------------
 
@@ -146,9 +149,13 @@ class Exchange:
     def _post_receives(self) -> None:
         channel = channel_of(self._process_group)
         for peer in self._peers:
-            work, self._header_slots[peer] = channel.take(peer)
+            try:
+                work, self._header_slots[peer] = channel.take(peer)
+            except RuntimeError as error:
+                self._refuse(peer, error)
+                continue
             self._header_receives.append(_Message(peer, 0, work))
-        if self._inline:
+        if self._inline or self._refused is not None:
             return
         for peer in self._peers:
             self._receives += self._post(receive, peer, self._incoming(peer), round_number=0)
@@ -163,10 +170,18 @@ class Exchange:
         for peer in self._peers:
             if not self._sent_slots or (self._inline and self._call.op == "reduce_scatter"):
                 self._sent_slots.append(self._write_slot(self._outgoing(peer)))
-            self._sends.append(_Message(peer, 0, channel.send(self._sent_slots[-1], peer)))
-        if not self._inline:
+            try:
+                self._sends.append(_Message(peer, 0, channel.send(self._sent_slots[-1], peer)))
+            except RuntimeError as error:
+                self._refuse(peer, error)
+        if not self._inline and self._refused is None:
             for peer in self._peers:
                 self._sends += self._post(send, peer, self._outgoing(peer), round_number=0)
+
+    def _refuse(self, peer: int, error: RuntimeError) -> None:
+        """The connection is known to be closed. The other peers still hear from this rank: to them it is not gone."""
+        if self._refused is None:
+            self._refused = PeerError(self._with_rank(peer, error), peer=peer)
 
     def _write_slot(self, payload: torch.Tensor) -> Slot:
         slot = SCRATCH.take_slot()
@@ -278,6 +293,7 @@ class Exchange:
         try:
             message.work.wait(timedelta(seconds=remaining_seconds))
         except RuntimeError as error:
-            rank = self._group.ranks[message.peer]
-            text = f"with rank {rank}: {first_sentence(str(error))}"
-            raise PeerError(text, peer=message.peer) from None
+            raise PeerError(self._with_rank(message.peer, error), peer=message.peer) from None
+
+    def _with_rank(self, peer: int, error: RuntimeError) -> str:
+        return f"with rank {self._group.ranks[peer]}: {first_sentence(str(error))}"

@@ -30,6 +30,7 @@ from hybrid.collectives.exchange import Exchange, even_bounds
 from hybrid.collectives.group import Group
 from hybrid.collectives.handle import Handle, Pending, collective_error
 from hybrid.collectives.native import Native
+from hybrid.collectives.pickled import pickled
 
 __all__ = [
     "Group",
@@ -47,6 +48,10 @@ __all__ = [
     "set_interposer",
     "start_directly",
 ]
+
+# Objects go in one round as far as they fit into this, and the rest in a second one.
+_FIRST_BYTES = 1024
+_LENGTH_BYTES = 8
 
 
 def all_reduce(
@@ -133,16 +138,27 @@ def all_gather_object(obj: Any, *, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     device = _device(group)
-    raw = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    sizes = torch.zeros(group.size, dtype=torch.int64, device=device)
-    sizes[group.rank] = raw.numel()
-    all_gather(sizes, bounds=range(group.size + 1), group=group, async_op=False, control=True)
-    bounds = [0, *torch.cumsum(sizes, 0).tolist()]
-    buffer = torch.empty(bounds[-1], dtype=torch.uint8, device=device)
-    buffer[bounds[group.rank] : bounds[group.rank + 1]] = raw.to(device)
-    all_gather(buffer, bounds=bounds, group=group, async_op=False, control=True)
-    parts = (buffer[start:end].cpu().numpy() for start, end in itertools.pairwise(bounds))
-    return [pickle.loads(part.tobytes()) for part in parts]
+    raw = torch.frombuffer(bytearray(pickled(obj)), dtype=torch.uint8)
+    begun = _FIRST_BYTES - _LENGTH_BYTES
+    first = torch.zeros(group.size, _FIRST_BYTES, dtype=torch.uint8)
+    first[group.rank, :_LENGTH_BYTES] = torch.tensor([raw.numel()]).view(torch.uint8)
+    first[group.rank, _LENGTH_BYTES : _LENGTH_BYTES + raw.numel()] = raw[:begun]
+    first = first.to(device)
+    bounds = range(0, first.numel() + 1, _FIRST_BYTES)
+    all_gather(first.view(-1), bounds=bounds, group=group, async_op=False, control=True)
+    first = first.cpu()
+    lengths = first[:, :_LENGTH_BYTES].contiguous().view(torch.int64).flatten().tolist()
+    ends = [0, *itertools.accumulate(max(0, length - begun) for length in lengths)]
+    rest = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    if ends[-1] > 0:  # on all ranks or on none
+        rest[ends[group.rank] : ends[group.rank + 1]] = raw[begun:].to(device)
+        all_gather(rest, bounds=ends, group=group, async_op=False, control=True)
+    beginnings = first[:, _LENGTH_BYTES:].numpy()
+    rests = (rest[start:end].cpu().numpy() for start, end in itertools.pairwise(ends))
+    return [
+        pickle.loads(beginning[:length].tobytes() + more.tobytes())
+        for beginning, length, more in zip(beginnings, lengths, rests, strict=True)
+    ]
 
 
 def barrier(group: Group) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from hybrid.checkpoint import folder as folders
 from hybrid.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hybrid.checkpoint.verify import verify
+from hybrid.checkpoint.verify import share_of_files, verify
 from hybrid.compose.checkpoint_job import Job, agree
 from hybrid.errors import CheckpointError, HybridError
 from hybrid.launch.variables import resume_directory
@@ -35,12 +35,12 @@ def choose(
     """The checkpoint to load, verified; None at the first start of a run that can be resumed. *Collective.*"""
     runtime = job.runtime
     passed_over: list[str] = []
-    too_new: set[Path] = set()
+    too_new: dict[Path, str] = {}
     while True:
         path, problem = None, None
         if runtime.mesh.rank == 0:
             try:
-                path, said = _find_folder(directory, step, without=too_new)
+                path, said = _find_folder(directory, step, damaged=too_new)
                 passed_over += [one for one in said if one not in passed_over]
             except (HybridError, OSError) as error:
                 problem = error
@@ -55,7 +55,7 @@ def choose(
                 f"the ranks read different manifests in {path}: it must be one folder on a file system that all see"
             )
         world = runtime.mesh.world
-        names = sorted(manifest.files)[world.rank :: world.size]
+        names = share_of_files(manifest, rank=world.rank, size=world.size)
         damaged = agree(
             verify(path, manifest, names=names, checksums=checksums),
             None,
@@ -72,11 +72,14 @@ def choose(
             hint = "" if step != "latest" else "; fallback=True takes the newest one that is not"
             raise CheckpointError(f"{text}{hint}")
         passed_over = [*everything, text]
-        too_new.add(path)
+        too_new[path] = text
 
 
-def _find_folder(directory: Any, step: int | str, *, without: set[Path]) -> tuple[Path | None, list[str]]:
+def _find_folder(directory: Any, step: int | str, *, damaged: Mapping[Path, str]) -> tuple[Path | None, list[str]]:
     """The folder, and what is said of newer ones; no folder at a first start.
+
+    Args:
+        damaged: those that were verified, and what was found: no longer taken.
 
     Raises:
         CheckpointError: there is none.
@@ -96,10 +99,10 @@ def _find_folder(directory: Any, step: int | str, *, without: set[Path]) -> tupl
     if (path / MANIFEST_NAME).exists():  # one checkpoint itself
         if step != "latest" and step != folders.read_manifest(path).step:
             raise CheckpointError(f"{path} is the checkpoint of one step, and step = {step} is asked for")
-        if path in without:
-            raise CheckpointError(f"{path} is one checkpoint and it is damaged: there is no other to fall back to")
+        if path in damaged:
+            raise CheckpointError(f"{damaged[path]}. It is one checkpoint: there is no other to fall back to")
         return path, []
-    listed = [one for one in folders.list_steps(path) if one.path not in without]
+    listed = [one for one in folders.list_steps(path) if one.path not in damaged]
     if step != "latest":
         if isinstance(step, bool) or not isinstance(step, int):
             raise CheckpointError(f"step must be a number or 'latest', got {step!r}")
@@ -115,6 +118,7 @@ def _find_folder(directory: Any, step: int | str, *, without: set[Path]) -> tupl
         if one.problem is None:
             return one.path, said
         said.append(f"{one.path.name} was passed over: {one.problem}")
+    said += damaged.values()
     raise CheckpointError(f"{path} has no complete checkpoint{': ' + '; '.join(said) if said else ''}")
 
 

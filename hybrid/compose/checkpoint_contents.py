@@ -15,7 +15,7 @@ from hybrid.checkpoint.values import encode
 from hybrid.compose import training_state
 from hybrid.compose.checkpoint_job import Job, extra_states, held_by, persistent_buffers, writes_buffers
 
-__all__ = ["STATE_FILE", "Document", "Found", "Plain", "encoded", "find", "tied_names"]
+__all__ = ["STATE_FILE", "Document", "Found", "Plain", "encoded", "find"]
 
 STATE_FILE = "state.json"
 
@@ -27,7 +27,6 @@ class Plain:
     values: list[PlainValue]
     random: dict[str, torch.Tensor]
     extra_states: dict[str, Any]
-    tied: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +57,9 @@ def find(job: Job, state: Mapping[str, Any]) -> Found:
         shards = job.optimizer.hybrid_shards
         of_optimizer, values = held.optimizer(shards, shards.own_state(), "write")
         regions += of_optimizer
-    tied = {
-        name: placement.fqn
-        for placement in runtime.engine.placements.values()
-        for name in placement.tied_fqns
-        if job.model is not None
-    }
     trees = training_state.collect(runtime, **state)
     random = training_state.random_record(runtime)
-    return Found(regions=regions, plain=Plain(values=values, random=random, extra_states=extra, tied=tied), state=trees)
-
-
-def tied_names(job: Job, shared: list[Plain]) -> dict[str, str]:
-    """Other name -> the name of the entry. Stages that share a weight know it under names of their own."""
-    tied: dict[str, str] = {}
-    for plain in shared:
-        tied |= plain.tied
-    stages = job.runtime.stages
-    if stages is not None and job.model is not None:
-        tied = {name: first for name, first in stages.whole.first.items() if name != first}
-    return dict(sorted(tied.items()))
+    return Found(regions=regions, plain=Plain(values=values, random=random, extra_states=extra), state=trees)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +11,26 @@ from torch import nn
 
 from hybrid import shims
 from hybrid.checkpoint.held import HeldState
+from hybrid.checkpoint.together import describe, joined, ranks_text
 from hybrid.collectives import ops
-from hybrid.compose import context
+from hybrid.compose import async_save, context
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.model import DistributedModel
 from hybrid.compose.optimizer import DistributedOptimizer
 from hybrid.compose.runtime import Runtime
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, CollectiveError
 
 __all__ = [
     "Job",
     "agree",
+    "begin",
+    "distinct_buffers",
     "extra_states",
     "find_job",
     "held_by",
     "layout_record",
     "persistent_buffers",
+    "tied_names",
     "writes_buffers",
 ]
 
@@ -38,6 +42,49 @@ class Job:
     runtime: Runtime
     model: DistributedModel | None
     optimizer: DistributedOptimizer | None
+
+
+def begin(call: str, model: Any, optimizer: Any, asked: Mapping[str, Any]) -> Job:
+    """Wait for the save under way, find the job, and see that all ranks ask for the same. *Collective.*
+
+    Args:
+        asked: name -> value of what the call was given and must be alike.
+
+    Raises:
+        CheckpointError: no such model; a difference between the ranks; the save before failed, on any rank.
+        CollectiveError: which ranks are gone, or did not call within the timeout.
+    """
+    late = async_save.ended()
+    try:
+        job = find_job(model, optimizer, call=call)
+    except CheckpointError:
+        if late is not None:
+            raise late from None
+        raise
+    mine = {name: repr(value) for name, value in asked.items()}
+    mine |= {name: "given" if part is not None else "None" for name, part in _parts(job).items()}
+    everyone = agree(mine, late, runtime=job.runtime, what=call)
+    different = []
+    for name in mine:
+        said = [one.get(name, "not given") for one in everyone]
+        if len(set(said)) > 1:
+            where = ", ".join(
+                f"{value} on {ranks_text([rank for rank, one in enumerate(said) if one == value])}"
+                for value in dict.fromkeys(said)
+            )
+            different.append(f"{name} is {where}")
+    if different:
+        raise CheckpointError(f"{call}: the ranks do not ask for the same: {'; '.join(different)}")
+    try:
+        # Made here and not by the first that needs it: a thread beside the training must not make groups.
+        job.runtime.mesh.host_world()
+    except RuntimeError as error:
+        raise CollectiveError(f"{call}: the ranks could not make a group for it; one is gone ({error})") from error
+    return job
+
+
+def _parts(job: Job) -> dict[str, Any]:
+    return {"model": job.model, "optimizer": job.optimizer}
 
 
 def find_job(model: Any, optimizer: Any, *, call: str) -> Job:
@@ -79,33 +126,30 @@ def find_job(model: Any, optimizer: Any, *, call: str) -> Job:
     return Job(runtime=runtime, model=model, optimizer=optimizer)
 
 
-def agree(value: Any, problem: BaseException | str | None, *, runtime: Runtime, what: str) -> list[Any]:
+def agree(value: Any, problem: BaseException | None, *, runtime: Runtime, what: str) -> list[Any]:
     """The values of all ranks, or, if any has a problem, the same error on all of them. *Collective.*
 
     Raises:
         CheckpointError: a rank has a problem; or the ranks are not at the same call.
+        CollectiveError: which ranks are gone, or did not come within the timeout.
     """
-    text = None if problem is None else str(problem)
-    everyone = ops.all_gather_object((what, value, text), group=runtime.mesh.world)
-    calls = {called for called, _, _ in everyone}
-    problems = [(rank, said) for rank, (_, _, said) in enumerate(everyone) if said is not None]
-    if problems:
-        first = problems[0][1]
-        if all(said == first for _, said in problems):
-            where = "" if len(problems) == len(everyone) else f" (on {_ranks([rank for rank, _ in problems])})"
-            raise CheckpointError(f"{first}{where}")
-        raise CheckpointError("; ".join(f"rank {rank}: {said}" for rank, said in problems))
-    if len(calls) > 1:
+    word = "" if problem is None else describe(problem)
+    try:
+        everyone = ops.all_gather_object((what, value, word), group=runtime.mesh.world)
+    except CollectiveError as error:
+        here = f"\nOn this rank: {word}" if word else ""
+        raise CollectiveError(f"{what}: not all ranks came together. {error}{here}") from problem
+    calls = [called for called, _, _ in everyone]
+    problems = joined([said for _, _, said in everyone])
+    if len(set(calls)) > 1:
         said = "; ".join(
-            f"{called} on {_ranks([rank for rank, one in enumerate(everyone) if one[0] == called])}"
-            for called in sorted(calls)
+            f"{called} on {ranks_text([rank for rank, one in enumerate(calls) if one == called])}"
+            for called in sorted(set(calls))
         )
-        raise CheckpointError(f"the ranks are not at the same call: {said}")
+        problems = f"the ranks are not at the same call: {said}" + (f"; {problems}" if problems else "")
+    if problems:
+        raise CheckpointError(problems) from problem
     return [one for _, one, _ in everyone]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def held_by(runtime: Runtime) -> HeldState:
@@ -124,11 +168,33 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def distinct_buffers(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Each persistent buffer under its first name; other name -> first name, of a module that is used twice."""
+    first: dict[int, str] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    for name, buffer in persistent_buffers(model).items():
+        if first.setdefault(id(buffer), name) == name:
+            buffers[name] = buffer
+        else:
+            tied[name] = first[id(buffer)]
+    return buffers, tied
+
+
 def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name in the state dict, module) of each module with extra state of its own."""
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
+
+
+def tied_names(runtime: Runtime) -> dict[str, str]:
+    """Other name -> the name under which a parameter is stored; of the whole model, equal on every rank."""
+    if runtime.stages is not None:  # stages that share a weight know it under names of their own
+        tied = {name: first for name, first in runtime.stages.whole.first.items() if name != first}
+    else:
+        tied = {name: record.fqn for record in runtime.engine.placements.values() for name in record.tied_fqns}
+    return dict(sorted(tied.items()))
 
 
 def writes_buffers(runtime: Runtime) -> bool:

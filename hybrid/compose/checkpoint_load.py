@@ -22,15 +22,16 @@ from hybrid.checkpoint.held import HeldState, Region, model_entry, optimizer_ent
 from hybrid.checkpoint.loading import read_entry, read_regions
 from hybrid.checkpoint.manifest import Entry, Manifest
 from hybrid.checkpoint.saving import dtype_name
+from hybrid.checkpoint.together import describe
 from hybrid.checkpoint.values import decode
-from hybrid.compose import async_save, checkpoint_groups, training_state
+from hybrid.compose import checkpoint_groups, training_state
 from hybrid.compose.checkpoint_choice import Chosen, choose
 from hybrid.compose.checkpoint_contents import STATE_FILE
 from hybrid.compose.checkpoint_job import (
     Job,
     agree,
+    begin,
     extra_states,
-    find_job,
     held_by,
     layout_record,
     persistent_buffers,
@@ -102,9 +103,11 @@ def load_checkpoint(
         CheckpointError: no checkpoint, damaged files, or anything that does not fit, all of it listed.
         CollectiveError: a rank is gone, or did not call within the timeout.
     """
-    async_save.finish()
-    job = find_job(model, optimizer, call="load_checkpoint")
     asked = {"lr_scheduler": lr_scheduler, "scaler": scaler, "sampler": sampler}
+    alike: dict[str, Any] = {name: "given" if value is not None else None for name, value in asked.items()}
+    alike |= {"step": step, "strict": strict, "fallback": fallback, "checksums": checksums}
+    alike["directory"] = None if directory is None else str(Path(directory).absolute())
+    job = begin("load_checkpoint", model, optimizer, alike)
     chosen = choose(job, directory, step=step, fallback=fallback, checksums=checksums)
     if chosen is None:
         return LoadedCheckpoint(step=0, path=None)
@@ -153,6 +156,9 @@ def _compare(job: Job, chosen: Chosen, asked: Mapping[str, Any], *, strict: bool
         plan = _compare_here(job, chosen, asked, groups, lists, strict=strict)
     except (HybridError, OSError) as error:
         failure = error
+    except Exception as error:  # the document is of another form than a save writes, or the user's objects raise
+        failure = CheckpointError(f"{chosen.path / STATE_FILE} cannot be taken: {describe(error)}")
+        failure.__cause__ = error
     everyone = agree(lists, failure, runtime=job.runtime, what="load_checkpoint, contents")
     assert plan is not None
     missing = _in_order(name for one in everyone for name in one.missing)
@@ -240,9 +246,11 @@ def _in_order(items: Any) -> tuple[str, ...]:
 def _read_state(chosen: Chosen) -> dict[str, Any]:
     """What is no tensor of a parameter's shape, still encoded."""
     path = chosen.path / STATE_FILE
+    if STATE_FILE not in chosen.manifest.files:
+        raise CheckpointError(f"{path} is not among the files of the checkpoint's manifest, so it is not verified")
     try:
         document = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is damaged: it is no object but a {type(document).__name__}")
@@ -317,6 +325,7 @@ def _optimizer_state(
         if shard.tensor is None:
             continue
         own: dict[str, Any] = dict(values.get(shard.fqn, {}))
+        taken = {shard.tensor.data_ptr()}
         for key in saved.get(shard.fqn, ()):
             entry = manifest.entries[optimizer_entry(shard.fqn, key)]
             dtype = getattr(torch, entry.dtype)
@@ -325,7 +334,8 @@ def _optimizer_state(
                     assert shard.part is not None
                     own[key] = shard.bucket.slice_view(shard.bucket.master, shard.part)
                 continue
-            own[key] = torch.zeros_like(shard.tensor, dtype=dtype).detach()
+            own[key] = shards.memory_for(shard, key, dtype, without=taken)
+            taken.add(own[key].data_ptr())
         state[shard.fqn] = own
     found, _ = held.optimizer(shards, state, "read")
     regions += found

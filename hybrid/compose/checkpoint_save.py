@@ -11,8 +11,9 @@ import datetime
 import os
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from hybrid.checkpoint.held import Region
 from hybrid.checkpoint.manifest import Content, Entry, FileRecord, Manifest
 from hybrid.checkpoint.saving import write_regions
 from hybrid.compose import async_save, training_state
-from hybrid.compose.checkpoint_contents import STATE_FILE, Found, encoded, find, tied_names
-from hybrid.compose.checkpoint_job import Job, agree, find_job, layout_record
-from hybrid.errors import CheckpointError, CollectiveError, HybridError
-from hybrid.mesh import Mesh
+from hybrid.compose.checkpoint_contents import STATE_FILE, Found, encoded, find
+from hybrid.compose.checkpoint_job import Job, agree, begin, layout_record, tied_names
+from hybrid.compose.runtime import Runtime
+from hybrid.errors import CheckpointError, CollectiveError
 
 __all__ = ["AsyncSave", "async_save_checkpoint", "save_checkpoint"]
 
@@ -119,16 +120,16 @@ def async_save_checkpoint(
         keep=(keep_last, keep_every),
         checksums=checksums,
         state={"lr_scheduler": lr_scheduler, "scaler": scaler, "sampler": sampler, "extra": extra},
+        hold=async_save.staged,
     )
-    staged = replace(prepared, regions=async_save.staged(prepared.regions))
-    return async_save.start(lambda: _write(staged), step=prepared.step)
+    return async_save.start(lambda: _write(prepared), step=prepared.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
     """All that a rank needs to write its part; nothing in it but `regions` changes when training goes on."""
 
-    mesh: Mesh
+    runtime: Runtime
     directory: Path
     step: int
     writing: Path
@@ -152,31 +153,32 @@ def _prepare(
     keep: tuple[int | None, int | None],
     checksums: bool,
     state: Mapping[str, Any],
+    hold: Callable[[list[Region]], list[Region]] = list,
 ) -> _Prepared:
+    """What this rank writes. *Collective:* a rank that cannot, for want of memory for `hold` too, stops all of them."""
     if isinstance(model, int) and not isinstance(model, bool):  # Fleet's form
         if step is not None:
             raise CheckpointError(f"{call}: the second argument is the step {model}, and step = {step} is given too")
         model, step = None, model
-    async_save.finish()
-    job = find_job(model, optimizer, call=call)
-    runtime, mesh = job.runtime, job.runtime.mesh
     path = Path(directory).absolute()
+    asked = {"directory": str(path), "step": step, "keep_last": keep[0], "keep_every": keep[1], "checksums": checksums}
+    job = begin(call, model, optimizer, asked)
+    runtime, mesh = job.runtime, job.runtime.mesh
     problem: BaseException | None = None
     found: Found | None = None
+    regions: list[Region] = []
     try:
         _check(call, job, path, step=step, keep=keep)
         found = find(job, state)
-    except (HybridError, OSError) as error:
+        regions = hold(found.regions)
+    except Exception as error:  # of the user's own `state_dict()` too: no rank waits for one that failed there
         problem = error
-    said = agree((str(path), step, None if found is None else found.num_bytes), problem, runtime=runtime, what=call)
+    everyone = agree(None if found is None else (found.num_bytes, found.plain), problem, runtime=runtime, what=call)
     assert found is not None and step is not None
-    different = {(where, number) for where, number, _ in said}
-    if len(different) > 1:
-        raise CheckpointError(f"{call}: the ranks name different checkpoints: {sorted(map(str, different))}")
     training_state.check_agreement(runtime, found.state)
-    shared = agree(found.plain, None, runtime=runtime, what=f"{call}, plain state")
+    shared = [plain for _, plain in everyone]
     groups = job.optimizer.whole_groups() if job.optimizer is not None else None
-    total = sum(size for _, _, size in said)
+    total = sum(num_bytes for num_bytes, _ in everyone)
     writing, document = None, None
     problem = None
     if mesh.rank == 0:
@@ -184,20 +186,20 @@ def _prepare(
             document = encoded(job, found, shared, groups)
             total += sum(region.num_bytes for region in document.regions) + len(document.text)
             writing = _make_room(path, step, total)
-        except (HybridError, OSError) as error:
+        except Exception as error:
             problem = error
-    writing = agree(writing, problem, runtime=runtime, what=f"{call}, folder")[0]
+    writing, total = agree((writing, total), problem, runtime=runtime, what=f"{call}, folder")[0]
     return _Prepared(
-        mesh=mesh,
+        runtime=runtime,
         directory=path,
         step=step,
         writing=writing,
-        regions=found.regions + (document.regions if document is not None else []),
+        regions=[*regions, *(document.regions if document is not None else ())],
         total_bytes=total,
         state="" if document is None else document.text,
         contents=() if document is None else document.contents,
         layout=layout_record(runtime),
-        tied=tied_names(job, shared),
+        tied=tied_names(runtime) if job.model is not None else {},
         keep=keep,
         checksums=checksums,
     )
@@ -227,8 +229,15 @@ def _check(call: str, job: Job, path: Path, *, step: int | None, keep: tuple[int
 def _make_room(path: Path, step: int, total_bytes: int) -> Path:
     """The folder to write into. Raises CheckpointError: the directory cannot be made, or has not enough space."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        folders.make_directory(path)
         folders.sweep(path)
+        newest, _ = folders.latest_complete(path)
+        if newest is not None and newest.step > step:
+            warnings.warn(
+                f"checkpoint of step {step}: {path} has one of step {newest.step}, which stays the latest; if this run "
+                "went back to an earlier step, remove the later ones or save into another directory",
+                stacklevel=4,
+            )
         free = shutil.disk_usage(path).free
         if free < total_bytes + _SPARE_BYTES:
             raise CheckpointError(
@@ -242,24 +251,27 @@ def _make_room(path: Path, step: int, total_bytes: int) -> Path:
 
 def _write(prepared: _Prepared) -> Path:
     """Write this rank's part and, on the first rank, what makes it a checkpoint. *Collective.*"""
-    mesh = prepared.mesh
     try:
         write_regions(
             prepared.regions,
             prepared.writing,
-            group=mesh.host_world(),
+            group=prepared.runtime.mesh.host_world(),
             checksums=prepared.checksums,
             conclude=lambda entries, files: _conclude(prepared, entries, files),
         )
     except CheckpointError as error:
-        if mesh.rank == 0:
-            shutil.rmtree(prepared.writing, ignore_errors=True)
+        _give_up(prepared)
         raise _unwritten(prepared.directory, prepared.step, prepared.total_bytes, str(error)) from error.__cause__
     except CollectiveError as error:
         raise CollectiveError(
             f"checkpoint of step {prepared.step}, being written to {prepared.directory}: {error}; earlier ones stand"
         ) from error.__cause__
     return prepared.directory / folders.step_folder_name(prepared.step)
+
+
+def _give_up(prepared: _Prepared) -> None:
+    if prepared.runtime.mesh.rank == 0:
+        shutil.rmtree(prepared.writing, ignore_errors=True)
 
 
 def _conclude(prepared: _Prepared, entries: dict[str, Entry], files: dict[str, FileRecord]) -> None:
@@ -279,8 +291,12 @@ def _conclude(prepared: _Prepared, entries: dict[str, Entry], files: dict[str, F
     folders.write_manifest(prepared.writing, manifest)
     place = folders.commit(prepared.writing, prepared.directory, prepared.step)
     keep_last, keep_every = prepared.keep
-    if keep_last is not None:
+    if keep_last is None:
+        return
+    try:
         folders.retain(prepared.directory, keep_last=keep_last, keep_every=keep_every, never=place)
+    except (CheckpointError, OSError) as error:  # the checkpoint itself is complete
+        warnings.warn(f"{place} is saved, but older checkpoints could not be removed: {error}", stacklevel=2)
 
 
 def _unwritten(path: Path, step: int, total_bytes: int, said: str) -> CheckpointError:

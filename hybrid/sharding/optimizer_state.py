@@ -7,7 +7,7 @@ the slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -210,6 +210,21 @@ class OptimizerShards:
             if values:
                 own[shard.fqn] = values
         return own
+
+    def memory_for(self, shard: Shard, key: str, dtype: torch.dtype, *, without: Collection[int]) -> torch.Tensor:
+        """For all elements of a tensor of the state that is about to be read: where the present one lies, if there is
+        one and its address is not among `without`; else new memory, in which no value is set.
+        """
+        assert shard.tensor is not None
+        present = self.optimizer.state.get(shard.tensor, {}).get(key)
+        if (
+            isinstance(present, torch.Tensor)
+            and (present.shape, present.stride()) == (shard.tensor.shape, shard.tensor.stride())
+            and (present.dtype, present.device) == (dtype, shard.tensor.device)
+            and present.data_ptr() not in without
+        ):
+            return present.detach()
+        return torch.empty_like(shard.tensor, dtype=dtype).detach()
 
     def set_whole_master(self, fqn: str, master: torch.Tensor) -> None:
         """Give a parameter its master, and itself the rounded one; in full precision where it has no master."""
