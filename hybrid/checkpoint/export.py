@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hybrid.checkpoint.folder import sync_folder
 from hybrid.checkpoint.manifest import Manifest
@@ -21,21 +24,94 @@ from hybrid.checkpoint.weight_files import (
 )
 from hybrid.errors import CheckpointError
 
-__all__ = ["MODEL_PREFIX", "TORCH_NAME", "check_target", "export_step", "model_files", "new_aside", "reveal"]
+__all__ = [
+    "EXTRA_STATE",
+    "MODEL_PREFIX",
+    "STATE_FILE",
+    "TIED_BUFFERS",
+    "TORCH_NAME",
+    "Beside",
+    "check_target",
+    "export_step",
+    "model_files",
+    "new_aside",
+    "read_beside",
+    "reveal",
+]
 
 MODEL_PREFIX = "model."
+STATE_FILE = "state.json"
+# What that file says of the model: state of modules' own, by name; a buffer's other name -> the name it goes under.
+EXTRA_STATE = "model_extra_state"
+TIED_BUFFERS = "model_tied_buffers"
 TORCH_NAME = "pytorch_model.bin"
 _FILE_ENDINGS = {".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
 
 
-def model_files(manifest: Manifest, max_shard_bytes: int) -> WeightFiles:
-    """The files for the model's parameters and buffers under the plain model's names."""
-    names = sorted((name for name in manifest.entries if name.startswith(MODEL_PREFIX)), key=natural_order)
-    entries = []
-    for name in names:
-        plain = name.removeprefix(MODEL_PREFIX)
-        if plain not in manifest.tied:
-            entries.append((plain, manifest.entries[name].dtype, manifest.entries[name].shape))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What the file beside the shards says of the model.
+
+    Args:
+        extra: name in the plain model -> entry, of each module's own state that is a tensor.
+        left_out: name -> what it is, of each that is none.
+        tied: other name -> the name that a buffer goes under.
+    """
+
+    extra: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_beside(step_path: Path, manifest: Manifest) -> Beside:
+    """Read it; nothing in it is made into an object.
+
+    Raises:
+        CheckpointError: it cannot be read, is no JSON, or names a tensor that is not there.
+    """
+    path = step_path / STATE_FILE
+    try:
+        document = json.loads(path.read_bytes())
+        states, tied = dict(document.get(EXTRA_STATE, {})), dict(document.get(TIED_BUFFERS, {}))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    extra, left_out = {}, {}
+    for name, node in states.items():
+        what = _other_kind(node)
+        if what is not None:
+            left_out[name] = what
+        elif node.get("name") in manifest.entries:
+            extra[name] = node["name"]
+        else:
+            raise CheckpointError(f"{path}: the checkpoint has no tensor {node.get('name')!r}, which {name} is")
+    there = {name: stored for name, stored in tied.items() if MODEL_PREFIX + str(stored) in manifest.entries}
+    return Beside(extra=extra, left_out=left_out, tied=there)
+
+
+def _other_kind(node: Any) -> str | None:
+    """What a value in the file is; None for a tensor that a file of weights can hold. `values.py` has the kinds."""
+    if not isinstance(node, dict):
+        return "nothing" if node is None else type(node).__name__
+    kind = str(node.get("__kind__", "dict"))
+    if kind == "tensor":
+        return "complex tensor" if node.get("complex") else None
+    return kind
+
+
+def model_files(manifest: Manifest, max_shard_bytes: int, beside: Beside | None = None) -> WeightFiles:
+    """The files for the model's parameters, buffers and tensors of its modules' own, under the plain model's names."""
+    beside = Beside() if beside is None else beside
+    places = {
+        name.removeprefix(MODEL_PREFIX): entry
+        for name, entry in manifest.entries.items()
+        if name.startswith(MODEL_PREFIX)
+    }
+    tied = {**manifest.tied, **beside.tied}
+    places |= {name: manifest.entries[entry] for name, entry in beside.extra.items()}
+    names = sorted((name for name in places if name not in tied), key=natural_order)
+    entries = [(name, places[name].dtype, places[name].shape) for name in names]
     if not entries:
         raise CheckpointError(f"the checkpoint of step {manifest.step} holds no model: {', '.join(manifest.contents)}")
     return plan_weight_files(entries, max_shard_bytes)
@@ -47,19 +123,21 @@ def export_step(
     folder: Path,
     files: WeightFiles,
     *,
+    beside: Beside | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Copy the weights of one step into `folder`, piece by piece; on the disk when this returns.
 
     Args:
-        files: from `model_files`.
+        files: from `model_files`, with the same `beside`.
         on_progress: gets the bytes of each piece.
     """
+    extra = {} if beside is None else beside.extra
     files.create(folder)
     with WeightFilesWriter(files, folder) as writer:
         for file in files.files:
             for tensor in file.tensors:
-                entry = manifest.entries[MODEL_PREFIX + tensor.name]
+                entry = manifest.entries[extra.get(tensor.name, MODEL_PREFIX + tensor.name)]
                 for chunk in entry.chunks:
                     num_bytes = entry.chunk_bytes(chunk)
                     data = map_chunk(step_path / chunk.file, chunk.begin, num_bytes)

@@ -31,6 +31,7 @@ __all__ = [
     "commit",
     "latest_complete",
     "list_steps",
+    "list_writing",
     "make_directory",
     "new_writing_folder",
     "problem_of_files",
@@ -97,6 +98,16 @@ def scan(directory: Path, *, step: int | None = None) -> Iterator[StepFolder]:
 def list_steps(directory: Path) -> list[StepFolder]:
     """As `scan`, without the manifests."""
     return [replace(found, manifest=None) for found in scan(directory)]
+
+
+def list_writing(directory: Path) -> list[Path]:
+    """What saves under way, or ones that died, have written so far; newest step first."""
+    found = []
+    for path in directory.iterdir():
+        match = _WRITING.fullmatch(path.name)
+        if match is not None:
+            found.append((int(match.group(1)), path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def latest_complete(directory: Path) -> tuple[StepFolder | None, list[tuple[Path, str]]]:
@@ -288,7 +299,7 @@ def sweep(directory: Path, *, keep: Collection[Path] = ()) -> None:
     for name in sorted(os.listdir(directory)):
         path = directory / name
         if _GONE.fullmatch(name):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
         elif _WRITING.fullmatch(name) and path not in keep:
             _discard(path)
     by_step: dict[int, list[StepFolder]] = {}
@@ -348,4 +359,13 @@ def _discard(path: Path) -> None:
     except FileNotFoundError:
         return
     sync_folder(path.parent)
-    shutil.rmtree(gone, ignore_errors=True)  # what is left, such as a file that is open on NFS, goes at the next sweep
+    _remove(gone)  # what is left, such as a file that is open on NFS, goes at the next sweep
+
+
+def _remove(path: Path) -> None:
+    """A folder with all in it; of a link, by which somebody moved a checkpoint to another disk, the link alone."""
+    if path.is_symlink():  # `rmtree` refuses these
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +26,8 @@ __all__ = [
 
 TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
 _ZIP = b"PK\x03\x04"
+# What torch says of a class or function that a file names: "GLOBAL posix.system".
+_FOREIGN = re.compile(r"\bGLOBAL ([\w.]+)")
 
 
 def write_torch_file(folder: Path, files: WeightFiles, path: Path, *, tied: Mapping[str, str]) -> None:
@@ -94,11 +98,20 @@ def _open(path: Path) -> dict[str, torch.Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise
+    except pickle.UnpicklingError as error:  # torch's own text advises to run the code in the file
+        found = _FOREIGN.search(str(error))
+        if found is None:
+            raise CheckpointError(
+                f"{path} is damaged, or holds something else than tensors by name; save model.state_dict() alone, anew"
+            ) from None
+        raise CheckpointError(
+            f"{path} holds a {found.group(1)}, which is no plain tensor and could run code when it is loaded; nothing "
+            "was loaded. Get the weights as safetensors, or, where the file comes from is trusted, save "
+            "model.state_dict() alone from it"
+        ) from None
     except Exception as error:  # what torch raises for a damaged file depends on where the damage is
         said = str(error).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"{path} is damaged, or holds Python objects that are no plain tensors and could run code: {said}"
-        ) from error
+        raise CheckpointError(f"{path} is damaged, or is no state dict: {said}") from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds a {type(state).__name__}; expected a state dict: names and tensors")
     others = [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]

@@ -15,8 +15,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hybrid.checkpoint.export import TORCH_NAME, check_target, export_step, model_files, new_aside, reveal
-from hybrid.checkpoint.folder import StepFolder, problem_of_files, read_manifest, scan
+from hybrid.checkpoint.export import (
+    STATE_FILE,
+    TORCH_NAME,
+    check_target,
+    export_step,
+    model_files,
+    new_aside,
+    read_beside,
+    reveal,
+)
+from hybrid.checkpoint.folder import StepFolder, list_writing, problem_of_files, read_manifest, scan
 from hybrid.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hybrid.checkpoint.verify import verify as problems_of
 from hybrid.cli.checkpoint_tables import Listing, Shown
@@ -77,6 +86,7 @@ def ls(
     listing = Listing(directory=directory)
     for found in _folders(directory):
         listing.add(found)
+    listing.writing = [path.name for path in list_writing(directory)]
     if json_output:
         typer.echo(json.dumps(listing.to_dict(), indent=2, ensure_ascii=False))
     else:
@@ -185,7 +195,8 @@ def export(
 
     safetensors: model.safetensors, or several files with an index, as transformers reads and writes them; of tied
     weights one name is there. torch: one file with all names. The weights are copied piece by piece, so the model may
-    be larger than memory. OUT appears when everything is on the disk.
+    be larger than memory. OUT appears when everything is on the disk. The config.json of a transformers model is in no
+    checkpoint: copy it into OUT.
 
     \b
     Examples:
@@ -210,9 +221,12 @@ def export(
 
 
 def _export(path: Path, manifest: Manifest, target: Path, *, is_torch: bool, most: int, checksums: bool) -> None:
-    files = model_files(manifest, most)
+    beside = read_beside(path, manifest)
+    files = model_files(manifest, most, beside)
     stored = [entry for name, entry in manifest.entries.items() if name.startswith("model.")]
-    needed = sorted({chunk.file for entry in stored for chunk in entry.chunks})
+    stored += [manifest.entries[name] for name in beside.extra.values()]
+    needed = sorted({STATE_FILE} | {chunk.file for entry in stored for chunk in entry.chunks})
+    tied = {**manifest.tied, **beside.tied}
     total = sum(manifest.files[name].bytes for name in needed) if checksums else 0
     with _progress("checking", total) as bar:
         problems = problems_of(path, manifest, names=needed, checksums=checksums, on_progress=bar.advance)
@@ -228,12 +242,12 @@ def _export(path: Path, manifest: Manifest, target: Path, *, is_torch: bool, mos
                 f"{format_bytes(room)}"
             )
         with _progress("writing", sum(entry.num_bytes for entry in stored)) as bar:
-            export_step(path, manifest, aside, files, on_progress=bar.advance)
+            export_step(path, manifest, aside, files, beside=beside, on_progress=bar.advance)
         names = [file.name for file in files.files]
         if is_torch:
             from hybrid.checkpoint.torch_file import write_torch_file  # torch: only where it is asked for
 
-            write_torch_file(aside, files, aside / TORCH_NAME, tied=manifest.tied)
+            write_torch_file(aside, files, aside / TORCH_NAME, tied=tied)
             for name in names:
                 (aside / name).unlink()
             names = [TORCH_NAME]
@@ -249,9 +263,20 @@ def _export(path: Path, manifest: Manifest, target: Path, *, is_torch: bool, mos
     typer.echo(
         f"step {manifest.step}: {num_tensors} tensors, {format_bytes(files.num_bytes)} in {target}: {_joined(names)}"
     )
-    if manifest.tied and not is_torch:
-        pairs = ", ".join(f"{name} (is {stored})" for name, stored in manifest.tied.items())
+    if tied and not is_torch:
+        pairs = ", ".join(f"{name} (is {stored})" for name, stored in tied.items())
         typer.echo(f"tied, stored once: {pairs}")
+    if beside.left_out:
+        others = ", ".join(f"{name} ({kind})" for name, kind in beside.left_out.items())
+        typer.echo(
+            f"left out, since files of weights hold tensors and these modules' get_extra_state() gave none: {others}; "
+            "load_checkpoint restores it",
+            err=True,
+        )
+    typer.echo(
+        "a model of transformers needs its config.json beside these: copy it from the original model's folder, or use "
+        "hybrid.export_weights, which writes it"
+    )
 
 
 def _folders(directory: Path, step: int | None = None) -> Iterator[StepFolder]:

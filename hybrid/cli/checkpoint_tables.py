@@ -17,7 +17,7 @@ from hybrid.units import format_bytes, format_count
 
 __all__ = ["Listing", "Shown"]
 
-UNFOLDED_WIDTH = 100_000  # in a file or a pipe no line is folded
+NAME_WIDTH = 48  # what a longer name of an entry takes more than that moves or folds its own row alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Listing:
     def __init__(self, *, directory: Path) -> None:
         self._directory = directory
         self._rows: list[_Row] = []
+        self.writing: list[str] = []
+        """Folders of saves that are under way, or died."""
 
     def add(self, found: StepFolder) -> None:
         """The next one, newest first."""
@@ -75,12 +77,19 @@ class Listing:
                 }
                 for row in self._rows
             ],
+            "writing": self.writing,
         }
 
     def print(self) -> None:
         if not self._rows:
-            print(f"{self._directory} holds no checkpoints")
-            return
+            whole = "whole " if self.writing else ""
+            print(f"{self._directory} holds no {whole}checkpoints")
+        else:
+            self._print_rows()
+        for name in self.writing:
+            print(f"{name}: a save under way, or one that died; the next save removes it")
+
+    def _print_rows(self) -> None:
         latest = self._latest
         table = _table(("step", "written", "files", "size", "saved by", "state"), right=("step", "files", "size"))
         for row in self._rows:
@@ -168,6 +177,7 @@ class Shown:
             shape = " × ".join(map(str, entry.shape)) or "scalar"
             size = format_bytes(entry.num_bytes)
             entries.add_row(name, entry.kind, entry.dtype, shape, size, str(len(entry.chunks)))
+        entries.columns[0].max_width = NAME_WIDTH
         _print(entries)
         print()
         totals = _table(("together", "entries", "elements", "size"), right=("entries", "elements", "size"))
@@ -199,9 +209,20 @@ def _table(columns: Sequence[str], *, right: Sequence[str]) -> Table:
 
 def _print(table: Table) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=UNFOLDED_WIDTH)
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    columns = [[str(cell) for cell in (column.header, *column.cells)] for column in table.columns]
+    widths = [
+        min(max(map(len, cells)), column.max_width or 10**6)
+        for cells, column in zip(columns, table.columns, strict=True)
+    ]
+    for row in zip(*columns, strict=True):  # whole lines, for `grep`
+        padded = (
+            cell.rjust(width) if column.justify == "right" else cell.ljust(width)
+            for cell, width, column in zip(row, widths, table.columns, strict=True)
+        )
+        print("  ".join(padded).rstrip())
 
 
 def _layout_text(layout: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from hybrid.checkpoint.folder import latest_complete
 from hybrid.cli.demo_display import DemoDisplay
+from hybrid.cli.folder import given_folder
 from hybrid.errors import StrategyError
 from hybrid.launch.job import LaunchJob
 from hybrid.launch.run import run_job
@@ -49,6 +50,7 @@ def demo(
         typer.Option(
             "--resume",
             metavar="DIR",
+            parser=given_folder,
             help="Save checkpoints into DIR, and go on from the newest complete one there, on any number of ranks.",
         ),
     ] = None,

@@ -10,6 +10,7 @@ import typer
 
 from hybrid.checkpoint.folder import latest_complete, step_folder_name
 from hybrid.checkpoint.manifest import MANIFEST_NAME
+from hybrid.cli.folder import given_folder
 from hybrid.errors import LaunchError
 from hybrid.launch.job import LaunchJob
 from hybrid.launch.restart import run_with_restarts
@@ -44,6 +45,7 @@ def run(
         typer.Option(
             "--resume",
             metavar="DIR",
+            parser=given_folder,
             help="Folder in which the script saves checkpoints: hybrid.load_checkpoint(None, ...) continues from the "
             "newest complete one in it, and hybrid.resume_directory() names it. Empty or missing at the first start.",
             rich_help_panel=RESTARTS,

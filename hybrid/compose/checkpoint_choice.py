@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from hybrid.checkpoint import folder as folders
 from hybrid.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hybrid.checkpoint.verify import share_of_files, verify
-from hybrid.compose.checkpoint_job import Job, agree
+from hybrid.compose.checkpoint_job import Job, agree, whole_number
 from hybrid.errors import CheckpointError, HybridError
 from hybrid.launch.variables import resume_directory
 
@@ -30,7 +30,7 @@ class Chosen:
 
 
 def choose(
-    job: Job, directory: Any, *, step: int | Literal["latest"], fallback: bool, checksums: bool
+    job: Job, directory: Path | None, *, step: int | Literal["latest"], fallback: bool, checksums: bool
 ) -> Chosen | None:
     """The checkpoint to load, verified; None at the first start of a run that can be resumed. *Collective.*"""
     runtime = job.runtime
@@ -75,7 +75,9 @@ def choose(
         too_new[path] = text
 
 
-def _find_folder(directory: Any, step: int | str, *, damaged: Mapping[Path, str]) -> tuple[Path | None, list[str]]:
+def _find_folder(
+    directory: Path | None, step: int | str, *, damaged: Mapping[Path, str]
+) -> tuple[Path | None, list[str]]:
     """The folder, and what is said of newer ones; no folder at a first start.
 
     Args:
@@ -93,7 +95,7 @@ def _find_folder(directory: Any, step: int | str, *, damaged: Mapping[Path, str]
                 f"load_checkpoint(None, step={step}) takes the directory of `hybrid run --resume DIR`, which was not "
                 "given: pass the directory"
             )
-    path = Path(directory).absolute()
+    path = directory.absolute()
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}, so no checkpoint can be loaded from it")
     if (path / MANIFEST_NAME).exists():  # one checkpoint itself
@@ -104,9 +106,10 @@ def _find_folder(directory: Any, step: int | str, *, damaged: Mapping[Path, str]
         return path, []
     listed = [one for one in folders.list_steps(path) if one.path not in damaged]
     if step != "latest":
-        if isinstance(step, bool) or not isinstance(step, int):
+        number = whole_number(step)
+        if number is None:
             raise CheckpointError(f"step must be a number or 'latest', got {step!r}")
-        found = [one for one in listed if one.step == step]
+        found = [one for one in listed if one.step == number]
         complete = [one for one in found if one.problem is None]
         if complete:
             return complete[0].path, []

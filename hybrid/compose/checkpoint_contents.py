@@ -9,15 +9,21 @@ from typing import Any, get_args
 
 import torch
 
+from hybrid.checkpoint.export import EXTRA_STATE, STATE_FILE, TIED_BUFFERS
 from hybrid.checkpoint.held import PlainValue, Region
 from hybrid.checkpoint.manifest import Content
 from hybrid.checkpoint.values import encode
 from hybrid.compose import training_state
-from hybrid.compose.checkpoint_job import Job, extra_states, held_by, persistent_buffers, writes_buffers
+from hybrid.compose.checkpoint_job import (
+    Job,
+    distinct_buffers,
+    extra_states,
+    held_by,
+    persistent_buffers,
+    writes_buffers,
+)
 
 __all__ = ["STATE_FILE", "Document", "Found", "Plain", "encoded", "find"]
-
-STATE_FILE = "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,8 @@ class Plain:
     values: list[PlainValue]
     random: dict[str, torch.Tensor]
     extra_states: dict[str, Any]
+    tied_buffers: dict[str, str]
+    """Other name -> the first one; the files have the buffer under both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +55,22 @@ def find(job: Job, state: Mapping[str, Any]) -> Found:
     regions: list[Region] = []
     values: list[PlainValue] = []
     extra: dict[str, Any] = {}
+    tied: dict[str, str] = {}
     writes = writes_buffers(runtime)
     if job.model is not None:
         regions += held.parameters("write")
         regions += held.buffers(persistent_buffers(job.model), writes=writes, use="write")
         if writes:
             extra = {name: module.get_extra_state() for name, module in extra_states(job.model)}
+            _, tied = distinct_buffers(job.model)
     if job.optimizer is not None:
         shards = job.optimizer.hybrid_shards
         of_optimizer, values = held.optimizer(shards, shards.own_state(), "write")
         regions += of_optimizer
     trees = training_state.collect(runtime, **state)
     random = training_state.random_record(runtime)
-    return Found(regions=regions, plain=Plain(values=values, random=random, extra_states=extra), state=trees)
+    plain = Plain(values=values, random=random, extra_states=extra, tied_buffers=tied)
+    return Found(regions=regions, plain=plain, state=trees)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +92,10 @@ def encoded(job: Job, found: Found, shared: list[Plain], groups: list[dict[str, 
     tree["random"] = [plain.random for plain in shared]
     extra = {name: value for plain in shared for name, value in plain.extra_states.items()}
     if extra:
-        tree["model_extra_state"] = extra
+        tree[EXTRA_STATE] = extra
+    tied = {name: stored for plain in shared for name, stored in plain.tied_buffers.items()}
+    if tied:  # for an export, which writes each buffer once
+        tree[TIED_BUFFERS] = tied
     tensors: dict[str, torch.Tensor] = {}
     document = {key: encode(value, where=key, tensors=tensors) for key, value in tree.items()}
     regions = [

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -29,10 +33,19 @@ __all__ = [
     "find_job",
     "held_by",
     "layout_record",
+    "outside_inference_mode",
+    "path_of",
     "persistent_buffers",
+    "refuse_loading_under_gradients",
+    "refuse_saving_gradients",
     "tied_names",
+    "whole_number",
     "writes_buffers",
 ]
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +94,55 @@ def begin(call: str, model: Any, optimizer: Any, asked: Mapping[str, Any]) -> Jo
     except RuntimeError as error:
         raise CollectiveError(f"{call}: the ranks could not make a group for it; one is gone ({error})") from error
     return job
+
+
+def outside_inference_mode(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Tensors made under torch.inference_mode could not be trained with later."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def path_of(given: Any, *, call: str) -> Path:
+    """An absolute path. Raises CheckpointError: not one."""
+    if not isinstance(given, str | os.PathLike):
+        raise CheckpointError(f"{call} needs the path of a folder, got {given!r}")
+    text = os.fspath(given)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise CheckpointError(f"{call} needs the path of a folder, got {text!r}")
+    return Path(text).expanduser().absolute()
+
+
+def whole_number(given: Any) -> int | None:
+    """The number, NumPy's kinds too; None: it is none."""
+    if isinstance(given, bool):
+        return None
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None
+
+
+def refuse_saving_gradients(job: Job, *, call: str) -> None:
+    """Raises CheckpointError: gradients of this rank wait for an update, and would be lost."""
+    if job.runtime.holds_unused_gradients():
+        raise CheckpointError(
+            f"{call} between a backward, or train_batch(step=False), and the update that it is for: gradients are in "
+            "no checkpoint; save after optimizer.step() or the next train_batch with step=True, or zero_grad() first"
+        )
+
+
+def refuse_loading_under_gradients(job: Job, *, call: str) -> None:
+    """Raises CheckpointError: what train_batch has accumulated is of other weights. (A plain loop is as in torch.)"""
+    if job.runtime.accumulated_weight is not None:
+        raise CheckpointError(
+            f"{call} between train_batch(step=False) and the update that it waits for: the gradients are those of the "
+            "weights before; call model.zero_grad() first, or load after the update"
+        )
 
 
 def _parts(job: Job) -> dict[str, Any]:

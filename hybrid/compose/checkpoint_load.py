@@ -34,7 +34,10 @@ from hybrid.compose.checkpoint_job import (
     extra_states,
     held_by,
     layout_record,
+    outside_inference_mode,
+    path_of,
     persistent_buffers,
+    refuse_loading_under_gradients,
 )
 from hybrid.errors import CheckpointError, CollectiveError, HybridError
 from hybrid.sharding.optimizer_state import MASTER, OptimizerShards
@@ -67,6 +70,7 @@ class LoadedCheckpoint:
     passed_over: tuple[str, ...] = ()
 
 
+@outside_inference_mode
 def load_checkpoint(
     directory: str | os.PathLike[str] | None,
     model: Any = None,
@@ -88,7 +92,8 @@ def load_checkpoint(
         directory: that of the job's checkpoints, or the folder of one. None: the one of `hybrid run --resume`; without
             one, or if nothing was saved in it so far, nothing is loaded: a first start, of step 0.
         model: weights and buffers are loaded into it; None with an optimizer: only the optimizer's state is loaded.
-        optimizer: its state is loaded; None with a model: only weights. Neither: the ones that were wrapped.
+        optimizer: its state is loaded, which for a model of low precision includes the float32 masters, and with them
+            its weights; None with a model: only weights. Neither: the ones that were wrapped.
         step: "latest" is the newest complete one.
         lr_scheduler, scaler, sampler: get the state they were saved with.
         strict: raise for every name that is missing, unexpected or of another shape or type. False loads what fits,
@@ -106,9 +111,10 @@ def load_checkpoint(
     asked = {"lr_scheduler": lr_scheduler, "scaler": scaler, "sampler": sampler}
     alike: dict[str, Any] = {name: "given" if value is not None else None for name, value in asked.items()}
     alike |= {"step": step, "strict": strict, "fallback": fallback, "checksums": checksums}
-    alike["directory"] = None if directory is None else str(Path(directory).absolute())
+    path = None if directory is None else path_of(directory, call="load_checkpoint")
+    alike["directory"] = None if path is None else str(path)
     job = begin("load_checkpoint", model, optimizer, alike)
-    chosen = choose(job, directory, step=step, fallback=fallback, checksums=checksums)
+    chosen = choose(job, path, step=step, fallback=fallback, checksums=checksums)
     if chosen is None:
         return LoadedCheckpoint(step=0, path=None)
     plan = _compare(job, chosen, asked, strict=strict)
@@ -181,6 +187,7 @@ def _compare_here(
 ) -> _Plan:
     """What this rank will read; what does not fit is listed."""
     runtime, manifest = job.runtime, chosen.manifest
+    refuse_loading_under_gradients(job, call="load_checkpoint")
     held = held_by(runtime)
     runtime.engine.gather.finish()
     document = _read_state(chosen)

@@ -26,7 +26,16 @@ from hybrid.checkpoint.manifest import Content, Entry, FileRecord, Manifest
 from hybrid.checkpoint.saving import write_regions
 from hybrid.compose import async_save, training_state
 from hybrid.compose.checkpoint_contents import STATE_FILE, Found, encoded, find
-from hybrid.compose.checkpoint_job import Job, agree, begin, layout_record, tied_names
+from hybrid.compose.checkpoint_job import (
+    Job,
+    agree,
+    begin,
+    layout_record,
+    path_of,
+    refuse_saving_gradients,
+    tied_names,
+    whole_number,
+)
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import CheckpointError, CollectiveError
 
@@ -156,21 +165,21 @@ def _prepare(
     hold: Callable[[list[Region]], list[Region]] = list,
 ) -> _Prepared:
     """What this rank writes. *Collective:* a rank that cannot, for want of memory for `hold` too, stops all of them."""
-    if isinstance(model, int) and not isinstance(model, bool):  # Fleet's form
+    number = whole_number(model)
+    if number is not None:  # Fleet's form
         if step is not None:
             raise CheckpointError(f"{call}: the second argument is the step {model}, and step = {step} is given too")
-        model, step = None, model
-    path = Path(directory).absolute()
+        model, step = None, number
+    path = path_of(directory, call=call)
+    step = step if whole_number(step) is None else whole_number(step)
     asked = {"directory": str(path), "step": step, "keep_last": keep[0], "keep_every": keep[1], "checksums": checksums}
     job = begin(call, model, optimizer, asked)
     runtime, mesh = job.runtime, job.runtime.mesh
     problem: BaseException | None = None
     found: Found | None = None
-    regions: list[Region] = []
     try:
         _check(call, job, path, step=step, keep=keep)
         found = find(job, state)
-        regions = hold(found.regions)
     except Exception as error:  # of the user's own `state_dict()` too: no rank waits for one that failed there
         problem = error
     everyone = agree(None if found is None else (found.num_bytes, found.plain), problem, runtime=runtime, what=call)
@@ -179,16 +188,23 @@ def _prepare(
     shared = [plain for _, plain in everyone]
     groups = job.optimizer.whole_groups() if job.optimizer is not None else None
     total = sum(num_bytes for num_bytes, _ in everyone)
-    writing, document = None, None
+    regions: list[Region] = []
+    made, document = None, None
     problem = None
-    if mesh.rank == 0:
-        try:
+    try:
+        if mesh.rank == 0:
             document = encoded(job, found, shared, groups)
             total += sum(region.num_bytes for region in document.regions) + len(document.text)
-            writing = _make_room(path, step, total)
-        except Exception as error:
-            problem = error
-    writing, total = agree((writing, total), problem, runtime=runtime, what=f"{call}, folder")[0]
+            made = _make_room(path, step, total)
+        regions = hold(found.regions)
+    except Exception as error:
+        problem = error
+    try:
+        writing, total = agree((made, total), problem, runtime=runtime, what=f"{call}, folder")[0]
+    except CheckpointError:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
     return _Prepared(
         runtime=runtime,
         directory=path,
@@ -214,11 +230,7 @@ def _check(call: str, job: Job, path: Path, *, step: int | None, keep: tuple[int
             raise CheckpointError(f"{call}: {name} must be a number of at least 1, got {value!r}")
     if keep[0] is None and keep[1] is not None:
         raise CheckpointError(f"{call}: keep_every = {keep[1]} without keep_last removes nothing; give keep_last too")
-    if job.runtime.accumulated_weight is not None:
-        raise CheckpointError(
-            f"{call} between train_batch(step=False) and the update that it waits for: accumulated gradients are in no "
-            "checkpoint; save after the next train_batch with step=True, or zero_grad() first"
-        )
+    refuse_saving_gradients(job, call=call)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{call}: {path} is a file; it must be a folder, or not exist")
 

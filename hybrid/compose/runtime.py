@@ -228,6 +228,14 @@ class Runtime:
             return fresh or self.may_have_new
         return fresh or self._stepped_at.get(id(shards), 0) == self.engine.settlements
 
+    def holds_unused_gradients(self) -> bool:
+        """Whether gradients came on this rank that no update has seen; those of a train_batch that raised are none."""
+        if self._failed == "alone":
+            return False
+        reducer = self.engine.reducer
+        is_fresh = reducer.has_unreduced() or reducer.rounds_since_settlement > 0
+        return is_fresh or self.accumulated_weight is not None
+
     def synchronise(
         self, *, norm_type: float | None = None, shards: OptimizerShards | None = None
     ) -> torch.Tensor | None:

@@ -22,7 +22,17 @@ from hybrid.checkpoint.held import Region
 from hybrid.checkpoint.manifest import Entry
 from hybrid.checkpoint.saving import dtype_name
 from hybrid.checkpoint.weight_source import Found, WeightSource, find_weights, open_weights
-from hybrid.compose.checkpoint_job import Job, agree, begin, distinct_buffers, extra_states, held_by, tied_names
+from hybrid.compose.checkpoint_job import (
+    Job,
+    agree,
+    begin,
+    distinct_buffers,
+    extra_states,
+    held_by,
+    outside_inference_mode,
+    refuse_loading_under_gradients,
+    tied_names,
+)
 from hybrid.compose.model import DistributedModel
 from hybrid.errors import CheckpointError, CollectiveError
 
@@ -46,6 +56,7 @@ class LoadedWeights:
     mismatched: tuple[str, ...] = ()
 
 
+@outside_inference_mode
 def load_weights(
     model: Any,
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -168,6 +179,7 @@ def _compare(job: Job, found: Found, rename: Rename | None, *, strict: bool) -> 
 
 def _compare_here(job: Job, source: WeightSource, lists: _Lists) -> _Plan:
     assert job.model is not None
+    refuse_loading_under_gradients(job, call="load_weights")
     runtime, held = job.runtime, held_by(job.runtime)
     runtime.engine.gather.finish()
     buffers, tied_buffers = distinct_buffers(job.model)

@@ -92,6 +92,7 @@ class DistributedBatchSampler:
         self._start = 0  # sample position at which the running or next pass begins
         self._position = 0  # samples of this epoch handed out so far, over all replicas
         self._begun_at: int | None = None  # epoch of a loaded state that no pass has continued yet
+        self._pass = (0, 0)  # epoch and start of the running or last pass, which a loader may draw ahead of the loop
         self._check()
 
     @property
@@ -105,7 +106,7 @@ class DistributedBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         self._begun_at = None
-        epoch, start = self.epoch, self._start
+        epoch, start = self._pass = self.epoch, self._start
         self._position = start
         bounds = self._bounds(start)
         order = epoch_order(self.length, seed=self.seed, epoch=epoch) if self.shuffle else None
@@ -137,20 +138,22 @@ class DistributedBatchSampler:
             self.epoch = epoch
             self._start = self._position = 0
             self._begun_at = None
+        self._pass = (self.epoch, self._start)
 
     def state_dict(self, *, num_batches: int | None = None) -> dict[str, Any]:
         """Epoch and position, the same on every replica; small and JSON-like.
 
-        num_batches: how many batches of the running pass were trained. Needed with DataLoader workers only:
-        they draw indices ahead, so the sampler has handed out more than the loop has received.
+        num_batches: how many batches of the running pass, or of the one that has just ended, were trained. Needed with
+        DataLoader workers only: they draw indices ahead, so the sampler has handed out more than the loop has
+        received.
         """
-        position = self._position
+        epoch, position = self.epoch, self._position
         if num_batches is not None:
-            bounds = self._bounds(self._start)
+            epoch, start = self._pass
+            bounds = self._bounds(start)
             if not 0 <= num_batches < len(bounds):
                 raise BatchError(f"state_dict: num_batches is {num_batches}; this pass has {len(bounds) - 1} batches")
             position = bounds[num_batches]
-        epoch = self.epoch
         if position >= self.length or self._num_left(position) == 0:
             epoch, position = epoch + 1, 0  # everything of this epoch was read
         return {
@@ -198,6 +201,7 @@ class DistributedBatchSampler:
         if len(self) == 0:
             # What is left is a tail that this sampler drops. The next epoch begins.
             self.epoch, self._start, self._position = self.epoch + 1, 0, 0
+        self._pass = (self.epoch, self._start)
 
     def collate_fn(self, collate: Callable[[list[Any]], Any] | None = None) -> EmptyAwareCollate:
         """A `collate_fn` for DataLoader that also makes a batch of an empty list (`tail="empty"`).

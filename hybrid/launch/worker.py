@@ -7,7 +7,9 @@ needs:
 - an exception that ends it is recorded with time and traceback, so that the launcher can show the first one;
 - when it is told to end in the middle of something, the stacks of its threads are written first: a rank that
   hangs in a collective shows where;
-- on failure it leaves at once. A communicator's thread that still waits for other ranks would otherwise
+- on failure it first lets a save beside the training come to its end, as any process does at its exit: the ranks that
+  have not failed still write, until they are told to end;
+- then it leaves at once. A communicator's thread that still waits for other ranks would otherwise
   keep the process, and with it the job, until a timeout.
 """
 
@@ -76,6 +78,7 @@ def main() -> None:
         # Before anything is printed: the launcher shows rank 0's stderr only up to the length noted here.
         status.ended(exit_code, failure).write(log_dir)
         _report(error, trace)
+        _finish_saving()
         _leave(exit_code)
     status.ended(0).write(log_dir)
 
@@ -121,6 +124,14 @@ def _report(error: BaseException, trace: TracebackType | None) -> None:
             print(error.code, file=sys.stderr)
         return
     sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _finish_saving() -> None:
+    """Wait for what `async_save_checkpoint` has begun; if it fails too, the error that ends the script is the one."""
+    saves = sys.modules.get("hybrid.compose.async_save")
+    if saves is not None:
+        with suppress(BaseException):
+            saves.finish()
 
 
 def _leave(exit_code: int) -> NoReturn:

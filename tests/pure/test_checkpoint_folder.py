@@ -219,6 +219,22 @@ def test_what_somebody_else_made_is_never_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == [writing.name, other.name]
 
 
+def test_of_a_link_the_link_alone_is_removed(tmp_path: Path) -> None:
+    """A checkpoint moved to another disk and linked: overwritten, its link stayed for ever under another name."""
+    directory, moved = tmp_path / "run", tmp_path / "disk"
+    save(directory, 1)
+    (directory / "step_00000001").rename(moved)
+    (directory / "step_00000001").symlink_to(moved)
+    there = sorted(path.name for path in moved.iterdir())
+    save(directory, 1)
+    assert [path.name for path in directory.iterdir()] == ["step_00000001"]
+    assert not (directory / "step_00000001").is_symlink()
+    (directory / ".gone-step_00000001-0a").symlink_to(moved)  # what earlier versions left
+    folder.sweep(directory)
+    assert [path.name for path in directory.iterdir()] == ["step_00000001"]
+    assert sorted(path.name for path in moved.iterdir()) == there
+
+
 def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the folder of a stuck job is swept by its successor in the middle of its last step."""
     save(tmp_path, 7)

@@ -241,3 +241,23 @@ def test_coordinate_comes_from_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(sampler) == [[6, 7], [14, 15]]
     with pytest.raises(BatchError, match="num_replicas is 2 and rank is None"):
         DistributedBatchSampler(16, 2, num_replicas=2)
+
+
+def test_position_is_that_of_the_pass_that_a_loader_has_drawn_ahead() -> None:
+    """Fault: after a pass was drawn to its end, `num_batches` counted in the next epoch, and a resume skipped one."""
+    sampler = DistributedBatchSampler(24, 2, num_replicas=1, rank=0, shuffle=True)
+    list(sampler)  # as the workers of a loader do, batches before the loop receives the last one
+    assert (sampler.epoch, sampler.state_dict()["epoch"]) == (1, 1)
+    for trained, expected in ((0, (0, 0)), (10, (0, 20)), (11, (0, 22)), (12, (1, 0))):
+        state = sampler.state_dict(num_batches=trained)
+        assert (state["epoch"], state["position_samples"]) == expected
+    resumed = DistributedBatchSampler(24, 2, num_replicas=1, rank=0, shuffle=True)
+    resumed.load_state_dict(sampler.state_dict(num_batches=6))
+    assert resumed.state_dict(num_batches=2)["position_samples"] == 16
+    rest = [index for batch in resumed for index in batch]
+    whole = DistributedBatchSampler(24, 2, num_replicas=1, rank=0, shuffle=True)
+    assert rest == [index for batch in list(whole)[6:] for index in batch]
+    state = resumed.state_dict(num_batches=4)
+    assert (state["epoch"], state["position_samples"]) == (0, 20)
+    resumed.set_epoch(1)  # the loop says that the next pass is to begin
+    assert resumed.state_dict(num_batches=1) == {**state, "epoch": 1, "position_samples": 2}

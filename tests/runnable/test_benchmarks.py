@@ -15,7 +15,7 @@ from tests.runnable.command import ROOT, environment
 
 def bench(module: str, *arguments: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """The printed text, and the row of each mode."""
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--size", "tiny", "--rounds", "1", "--steps", "1"]
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--size", "tiny", "--rounds", "1"]
     done = subprocess.run(
         [*command, *arguments],
         cwd=ROOT,
@@ -32,7 +32,7 @@ def bench(module: str, *arguments: str) -> tuple[str, dict[str, dict[str, Any]]]
 
 @pytest.mark.slow
 def test_zero_step() -> None:
-    _, rows = bench("zero_step", "--modes", "hybrid2")
+    _, rows = bench("zero_step", "--steps", "1", "--modes", "hybrid2")
     assert list(rows) == ["ddp", "hybrid2"]
     assert rows["hybrid2"]["max_loss_difference"] < 1e-5
 
@@ -40,7 +40,7 @@ def test_zero_step() -> None:
 @pytest.mark.slow
 def test_tensor_step() -> None:
     """All modes train alike; half of what is cut is here; each block communicates as often as it must."""
-    text, rows = bench("tensor_step")
+    text, rows = bench("tensor_step", "--steps", "1")
     assert max(row["max_loss_difference"] for row in rows.values()) < 1e-5
     # Whole: positions 8 × 32, five norms of 2 × 32, two row biases of 32 in each of two blocks.
     whole_bytes = 4 * (8 * 32 + 5 * 2 * 32 + 2 * 2 * 32)
@@ -56,7 +56,7 @@ def test_tensor_step() -> None:
 @pytest.mark.slow
 def test_pipeline_step() -> None:
     """All modes train alike; kept activations are those of the micro-batches in flight, bytes sent those foreseen."""
-    _, rows = bench("pipeline_step", "--rows", "8")
+    _, rows = bench("pipeline_step", "--steps", "1", "--rows", "8")
     assert list(rows) == ["plain", "hybrid", "torch"]
     assert max(row["max_loss_difference"] for row in rows.values()) < 1e-5
     stages = zip(rows["hybrid"]["activations"], rows["hybrid"]["sent"], (2, 1), strict=True)
@@ -65,3 +65,13 @@ def test_pipeline_step() -> None:
         assert activations["step"] == pytest.approx(in_flight * activations["one"], rel=0.05)
         assert sent["found"] == sent["expected"]
         assert sum(sent["found"].values()) == 4 * 2 * 8 * 32 * 4
+
+
+@pytest.mark.slow
+def test_checkpoint_io() -> None:
+    """What each mode loads, into the layout that wrote it or another, is what was saved: the loss is the same."""
+    _, rows = bench("checkpoint_io", "--parts", "save,load,stall")
+    found = {mode: row["loss_difference"] for mode, row in rows.items() if "loss_difference" in row}
+    assert len(found) == 10
+    assert max(found.values()) < 1e-5
+    assert all(row["ms"] > 0 for row in rows.values())

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from hybrid.checkpoint.folder import step_folder_name
+from hybrid.checkpoint.folder import read_manifest, step_folder_name
+from hybrid.checkpoint.manifest import FileRecord
 from hybrid.cli.app import app, main
 from hybrid.errors import CheckpointError
 from tests.checkpoint_folders import save, weights
@@ -86,6 +87,12 @@ def test_ls_json(directory: Path) -> None:
 def test_ls_of_nothing_and_of_one_step(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert run("ls", tmp_path / "empty") == f"{tmp_path / 'empty'} holds no checkpoints\n"
+    (tmp_path / "empty" / ".writing-step_00000007-1").mkdir()
+    assert lines(run("ls", tmp_path / "empty")) == [
+        f"{tmp_path / 'empty'} holds no whole checkpoints",
+        ".writing-step_00000007-1: a save under way, or one that died; the next save removes it",
+    ]
+    assert json.loads(run("ls", tmp_path / "empty", "--json"))["writing"] == [".writing-step_00000007-1"]
     assert "a resume takes step_00000100" in run("ls", directory / "step_00000100")
     shutil.rmtree(directory / "step_00000005")
     for step in (100, 110):
@@ -132,6 +139,18 @@ def test_show(directory: Path) -> None:
     assert "parameter 5 25 100 B" in printed
     assert "axes dp_replicate 1, tp 3" in printed
     assert "tied head.weight is layers.0.weight" in printed
+
+
+def test_one_long_name_does_not_widen_every_row(tmp_path: Path) -> None:
+    """Each row was as wide as the longest name; that row must still be whole, on one line."""
+    long = "layers." * 20 + "weight"
+    save(tmp_path, 1, arrays={"bias": np.ones(3, np.float32), long: np.ones((5, 3), np.float32)}, tied={})
+    printed = [line for line in run("show", tmp_path).splitlines() if line.startswith("model.")]
+    assert lines("\n".join(printed)) == [
+        "model.bias parameter float32 3 12 B 1",
+        f"model.{long} parameter float32 5 × 3 60 B 3",
+    ]
+    assert len(printed[0]) < 100
 
 
 def test_show_filters_and_json(directory: Path) -> None:
@@ -230,12 +249,28 @@ def test_export(directory: Path, tmp_path: Path) -> None:
         f"step 110: 5 tensors, {(tmp_path / 'out' / 'model.safetensors').stat().st_size} B in {tmp_path / 'out'}: "
         "model.safetensors",
         "tied, stored once: head.weight (is layers.0.weight)",
+        "a model of transformers needs its config.json beside these: copy it from the original model's folder, or use "
+        "hybrid.export_weights, which writes it",
     ]
     read = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(read) == sorted(weights(110))
     for name, array in weights(110).items():
         np.testing.assert_array_equal(read[name], array)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_export_says_what_it_leaves_out(tmp_path: Path) -> None:
+    """State of a module's own that is no tensor: the weights come without it, and not in silence."""
+    step = save(tmp_path / "run", 1, checksums=False)
+    manifest = read_manifest(step)
+    text = json.dumps({"model_extra_state": {"norm._extra_state": {"seen": 3}}}).encode()
+    (step / "state.json").write_bytes(text)
+    files = {**manifest.files, "state.json": FileRecord(bytes=len(text))}
+    (step / "manifest.json").write_text(manifest.model_copy(update={"files": files}).to_json())
+    result = CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "left out" in result.stderr
+    assert "norm._extra_state (dict)" in result.stderr
 
 
 def test_export_for_torch(directory: Path, tmp_path: Path) -> None:
