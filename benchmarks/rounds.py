@@ -26,7 +26,10 @@ class Mode:
 
     step: Callable[[int], float]
     """Number of the step -> its loss."""
-    live_bytes: Callable[[], int]
+    live_bytes: Callable[[], int] = lambda: 0
+    prepare: Callable[[], None] = lambda: None
+    """Before the steps of a round; `finish` comes after them. Neither is measured."""
+    finish: Callable[[], None] = lambda: None
     wall_seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -52,6 +55,7 @@ def run_rounds(modes: Mapping[str, Mode], *, rounds: int, steps: int) -> None:
         shift = round_number % len(names)
         for name in [*names[shift:], *names[:shift]]:
             mode = modes[name]
+            mode.prepare()
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             for step in range(steps):
@@ -60,6 +64,7 @@ def run_rounds(modes: Mapping[str, Mode], *, rounds: int, steps: int) -> None:
             if round_number >= 0:
                 mode.wall_seconds.append((time.perf_counter() - wall) / steps)
                 mode.cpu_seconds.append((time.process_time() - cpu) / steps)
+            mode.finish()
         done += steps
 
 
