@@ -39,6 +39,7 @@ __all__ = [
     "retain",
     "scan",
     "step_folder_name",
+    "step_numbers",
     "sweep",
     "sync_folder",
     "verify",
@@ -93,6 +94,11 @@ def scan(directory: Path, *, step: int | None = None) -> Iterator[StepFolder]:
     for number, path in _step_paths(directory):
         if step is None or number == step:
             yield _look(path, number)
+
+
+def step_numbers(directory: Path) -> list[int]:
+    """Of the folders of steps, newest first, by their names alone."""
+    return [number for number, _ in _step_paths(directory)]
 
 
 def list_steps(directory: Path) -> list[StepFolder]:

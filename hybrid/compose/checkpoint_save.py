@@ -25,7 +25,7 @@ from hybrid.checkpoint.held import Region
 from hybrid.checkpoint.manifest import Content, Entry, FileRecord, Manifest
 from hybrid.checkpoint.saving import write_regions
 from hybrid.compose import async_save, training_state
-from hybrid.compose.checkpoint_contents import STATE_FILE, Found, encoded, find
+from hybrid.compose.checkpoint_contents import STATE_FILE, Found, Plain, encoded, find
 from hybrid.compose.checkpoint_job import (
     Job,
     agree,
@@ -177,17 +177,19 @@ def _prepare(
     runtime, mesh = job.runtime, job.runtime.mesh
     problem: BaseException | None = None
     found: Found | None = None
+    mine: tuple[int, Plain, dict[str, str]] | None = None
     try:
         _check(call, job, path, step=step, keep=keep)
         found = find(job, state)
+        mine = (found.num_bytes, found.plain, training_state.state_digests(found.state))
     except Exception as error:  # of the user's own `state_dict()` too: no rank waits for one that failed there
         problem = error
-    everyone = agree(None if found is None else (found.num_bytes, found.plain), problem, runtime=runtime, what=call)
+    everyone = agree(mine, problem, runtime=runtime, what=call)
     assert found is not None and step is not None
-    training_state.check_agreement(runtime, found.state)
-    shared = [plain for _, plain in everyone]
+    training_state.check_agreement(runtime, found.state, [digests for _, _, digests in everyone])
+    shared = [plain for _, plain, _ in everyone]
     groups = job.optimizer.whole_groups() if job.optimizer is not None else None
-    total = sum(num_bytes for num_bytes, _ in everyone)
+    total = sum(num_bytes for num_bytes, _, _ in everyone)
     regions: list[Region] = []
     made, document = None, None
     problem = None
@@ -243,7 +245,8 @@ def _make_room(path: Path, step: int, total_bytes: int) -> Path:
     try:
         folders.make_directory(path)
         folders.sweep(path)
-        newest, _ = folders.latest_complete(path)
+        is_back = any(number > step for number in folders.step_numbers(path))
+        newest = folders.latest_complete(path)[0] if is_back else None  # which reads manifests
         if newest is not None and newest.step > step:
             warnings.warn(
                 f"checkpoint of step {step}: {path} has one of step {newest.step}, which stays the latest; if this run "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -15,7 +15,7 @@ from hybrid.collectives import ops
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import CheckpointError
 
-__all__ = ["check_agreement"]
+__all__ = ["check_agreement", "state_digests"]
 
 _REMEDIES = {
     "lr_scheduler": "step it alike on all ranks (ReduceLROnPlateau with a loss that all of them have)",
@@ -25,18 +25,23 @@ _REMEDIES = {
 }
 
 
-def check_agreement(runtime: Runtime, trees: Mapping[str, Any]) -> None:
-    """Compare what `collect` returned over all ranks. *Collective* over the world; sends some bytes if all agree.
+def state_digests(trees: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> digest of each tree that `collect` returned; equal for equal trees."""
+    return {name: xxh3_128(repr(list(_leaves(tree, name))).encode()).hexdigest() for name, tree in trees.items()}
+
+
+def check_agreement(runtime: Runtime, trees: Mapping[str, Any], everyone: Sequence[Mapping[str, str]]) -> None:
+    """Compare what `collect` returned over all ranks. *Collective* over the world; sends nothing if all agree.
+
+    Args:
+        everyone: all ranks' `state_digests`.
 
     Raises:
         CheckpointError: the ranks were given different things; on all of them, with the first difference of each.
     """
-    world = runtime.mesh.world
-    mine = {name: list(_leaves(tree, name)) for name, tree in trees.items()}
-    digests = {name: xxh3_128(repr(leaves).encode()).hexdigest() for name, leaves in mine.items()}
-    everyone = ops.all_gather_object(digests, group=world)
     if all(theirs == everyone[0] for theirs in everyone):
         return
+    world = runtime.mesh.world
     problems = []
     for name, remedy in _REMEDIES.items():
         found = [theirs.get(name) for theirs in everyone]
@@ -45,7 +50,7 @@ def check_agreement(runtime: Runtime, trees: Mapping[str, Any]) -> None:
             without = [rank for rank in range(len(found)) if rank not in with_it]
             problems.append(f"{name} was given on ranks {with_it} and not on ranks {without}; give it on all")
         elif len(set(found)) > 1:
-            all_leaves = ops.all_gather_object(mine[name], group=world)
+            all_leaves = ops.all_gather_object(list(_leaves(trees[name], name)), group=world)
             rank = next(rank for rank, digest in enumerate(found) if digest != found[0])
             problems.append(f"{_first_difference(all_leaves[0], all_leaves[rank], rank)}; {remedy}")
     raise CheckpointError("the ranks do not save the same: " + "; ".join(problems))

@@ -1,6 +1,7 @@
 """What a run is besides model and optimizer: schedule, loss scale, place in the data, `extra`, random numbers.
 
     save   collect            states of what was given, on this rank
+           state_digests      to be compared with those of the other ranks
            check_agreement    all ranks have the same                                          *collective*
            random_record      this rank's generators
     load   prepare            everything is read and tried, nothing is set: problems and warnings
@@ -25,13 +26,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid.checkpoint.values import CODE_TYPES, decode, encode
 from hybrid.compose.runtime import Runtime
-from hybrid.compose.same_state import check_agreement
+from hybrid.compose.same_state import check_agreement, state_digests
 from hybrid.data.sampler import DistributedBatchSampler
 from hybrid.errors import CheckpointError, HybridError
 from hybrid.rng import check_random_states, random_states, set_random_states
 from hybrid.tensor.region import CutRegion
 
-__all__ = ["Restoration", "check_agreement", "collect", "prepare", "random_record"]
+__all__ = ["Restoration", "check_agreement", "collect", "prepare", "random_record", "state_digests"]
 
 # Who draws which random numbers does not depend on how state is cut.
 _NO_MATTER_FOR_RANDOM = ("zero_stage", "shard_size", "partition", "bucket_bytes")

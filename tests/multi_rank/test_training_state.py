@@ -33,7 +33,9 @@ Saved = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
 def save(runtime: Any, *, groups: Any = None, **given: Any) -> Saved:
     """As a save does it; the same on every rank."""
     trees = training_state.collect(runtime, **given)
-    training_state.check_agreement(runtime, trees)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, training_state.state_digests(trees))
+    training_state.check_agreement(runtime, trees, everyone)
     trees["random"] = ops.all_gather_object(training_state.random_record(runtime), group=runtime.mesh.world)
     if groups is not None:
         trees["groups"] = groups
