@@ -52,6 +52,7 @@ def tensor_kinds(layout: str) -> tuple[str, ...]:
     return TENSOR_KINDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layouts", "kinds"), [(PIPELINES, pipeline_kinds), (TENSORS, tensor_kinds)], ids=["pp", "tp"])
 def test_every_layout_loads_every_layout(layouts: Layouts, kinds: Any) -> None:
     root = Path(tempfile.mkdtemp())  # not tmp_path, of which the last three runs stay
