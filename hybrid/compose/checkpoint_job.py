@@ -215,9 +215,11 @@ def agree(value: Any, problem: BaseException | None, *, runtime: Runtime, what: 
 
 
 def held_by(runtime: Runtime) -> HeldState:
-    mesh = runtime.mesh
-    coordinates = {axis.name: mesh.coordinate(axis.name) for axis in mesh.layout.axes}
-    return HeldState(runtime.engine, coordinates=coordinates, degree=mesh.degree)
+    if runtime.held is None:
+        mesh = runtime.mesh
+        coordinates = {axis.name: mesh.coordinate(axis.name) for axis in mesh.layout.axes}
+        runtime.held = HeldState(runtime.engine, coordinates=coordinates, degree=mesh.degree)
+    return runtime.held
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

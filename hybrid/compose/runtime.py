@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid.checkpoint.held import HeldState
 from hybrid.collectives import ops
 from hybrid.compose import grad_norm
 from hybrid.compose.batch import check_same_batch
@@ -61,6 +62,8 @@ class Runtime:
         """What this rank does of a pipeline; None without one."""
         self.model: weakref.ref[nn.Module] | None = None
         """The wrapped model."""
+        self.held: HeldState | None = None
+        """What this rank holds, for saving and loading; it keeps what it has worked out."""
         self.is_batch_checked = False
         """Whether the tp ranks have compared a batch."""
         self.mesh = mesh
