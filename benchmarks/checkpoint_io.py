@@ -248,6 +248,7 @@ class Bench:
 
         def step(number: int) -> float:
             begin = time.perf_counter()
+            assert side.start_save is not None
             waits.append(side.start_save(folder))
             first_ms.setdefault(name, (time.perf_counter() - begin) * 1e3)
             return 0.0
@@ -280,6 +281,7 @@ def measure_peak(name: str, size_name: str) -> None:
     fresh(place("peak"))
     before = _reset_peak()
     if way == "async":
+        assert side.start_save is not None
         side.start_save(place("peak"))()
     else:
         side.save(place("peak"), with_sums)

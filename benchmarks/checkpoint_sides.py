@@ -47,7 +47,8 @@ class Side:
     """Of a batch that is not trained on."""
     save: Callable[[Path, bool], object]
     """Into a folder that is empty; with checksums or without."""
-    start_save: Callable[[Path], Callable[[], object]]
+    start_save: Callable[[Path], Callable[[], object]] | None
+    """Begins a save beside the training and returns what waits for it; None: this side has none."""
     """The same beside the training; gives what waits for its end."""
     load: Callable[[Path, bool], object]
     """Verified by checksums or not."""
@@ -141,9 +142,6 @@ def _by_torch_save(model: Any, optimizer: Any) -> dict[str, Any]:
                 os.fsync(file.fileno())  # as the others do
         dist.barrier()
 
-    def start_save(folder: Path) -> Callable[[], object]:
-        raise NotImplementedError
-
     def load(folder: Path, checksums: bool) -> None:
         assert not checksums
         state: dict[str, Any] = {"model": {}, "optimizer": {}}
@@ -153,7 +151,7 @@ def _by_torch_save(model: Any, optimizer: Any) -> dict[str, Any]:
         set_model_state_dict(model, state["model"], options=options)
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
-    return {"save": save, "start_save": start_save, "load": load}
+    return {"save": save, "start_save": None, "load": load}
 
 
 def raw_write(data: memoryview, folder: Path) -> None:

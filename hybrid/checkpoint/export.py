@@ -28,7 +28,6 @@ __all__ = [
     "EXTRA_STATE",
     "MODEL_PREFIX",
     "STATE_FILE",
-    "TIED_BUFFERS",
     "TORCH_NAME",
     "Beside",
     "check_target",
@@ -41,9 +40,8 @@ __all__ = [
 
 MODEL_PREFIX = "model."
 STATE_FILE = "state.json"
-# What that file says of the model: state of modules' own, by name; a buffer's other name -> the name it goes under.
+# What that file says of the model: state of modules' own, by name.
 EXTRA_STATE = "model_extra_state"
-TIED_BUFFERS = "model_tied_buffers"
 TORCH_NAME = "pytorch_model.bin"
 _FILE_ENDINGS = {".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
 
@@ -55,12 +53,10 @@ class Beside:
     Args:
         extra: name in the plain model -> entry, of each module's own state that is a tensor.
         left_out: name -> what it is, of each that is none.
-        tied: other name -> the name that a buffer goes under.
     """
 
     extra: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_beside(step_path: Path, manifest: Manifest) -> Beside:
@@ -72,7 +68,7 @@ def read_beside(step_path: Path, manifest: Manifest) -> Beside:
     path = step_path / STATE_FILE
     try:
         document = json.loads(path.read_bytes())
-        states, tied = dict(document.get(EXTRA_STATE, {})), dict(document.get(TIED_BUFFERS, {}))
+        states = dict(document.get(EXTRA_STATE, {}))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -86,8 +82,7 @@ def read_beside(step_path: Path, manifest: Manifest) -> Beside:
             extra[name] = node["name"]
         else:
             raise CheckpointError(f"{path}: the checkpoint has no tensor {node.get('name')!r}, which {name} is")
-    there = {name: stored for name, stored in tied.items() if MODEL_PREFIX + str(stored) in manifest.entries}
-    return Beside(extra=extra, left_out=left_out, tied=there)
+    return Beside(extra=extra, left_out=left_out)
 
 
 def _other_kind(node: Any) -> str | None:
@@ -108,9 +103,8 @@ def model_files(manifest: Manifest, max_shard_bytes: int, beside: Beside | None 
         for name, entry in manifest.entries.items()
         if name.startswith(MODEL_PREFIX)
     }
-    tied = {**manifest.tied, **beside.tied}
     places |= {name: manifest.entries[entry] for name, entry in beside.extra.items()}
-    names = sorted((name for name in places if name not in tied), key=natural_order)
+    names = sorted((name for name in places if name not in manifest.tied), key=natural_order)
     entries = [(name, places[name].dtype, places[name].shape) for name in names]
     if not entries:
         raise CheckpointError(f"the checkpoint of step {manifest.step} holds no model: {', '.join(manifest.contents)}")

@@ -92,7 +92,7 @@ class LoadRegions(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise NotImplementedError("checkpoints have tensors only; the rest is in state.json")
+        raise AssertionError("a plan of ours reads tensors only; the rest is in state.json")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         assert read_item.dest_index.index is not None

@@ -226,7 +226,6 @@ def _export(path: Path, manifest: Manifest, target: Path, *, is_torch: bool, mos
     stored = [entry for name, entry in manifest.entries.items() if name.startswith("model.")]
     stored += [manifest.entries[name] for name in beside.extra.values()]
     needed = sorted({STATE_FILE} | {chunk.file for entry in stored for chunk in entry.chunks})
-    tied = {**manifest.tied, **beside.tied}
     total = sum(manifest.files[name].bytes for name in needed) if checksums else 0
     with _progress("checking", total) as bar:
         problems = problems_of(path, manifest, names=needed, checksums=checksums, on_progress=bar.advance)
@@ -247,7 +246,7 @@ def _export(path: Path, manifest: Manifest, target: Path, *, is_torch: bool, mos
         if is_torch:
             from hybrid.checkpoint.torch_file import write_torch_file  # torch: only where it is asked for
 
-            write_torch_file(aside, files, aside / TORCH_NAME, tied=tied)
+            write_torch_file(aside, files, aside / TORCH_NAME, tied=manifest.tied)
             for name in names:
                 (aside / name).unlink()
             names = [TORCH_NAME]
@@ -263,8 +262,8 @@ def _export(path: Path, manifest: Manifest, target: Path, *, is_torch: bool, mos
     typer.echo(
         f"step {manifest.step}: {num_tensors} tensors, {format_bytes(files.num_bytes)} in {target}: {_joined(names)}"
     )
-    if tied and not is_torch:
-        pairs = ", ".join(f"{name} (is {stored})" for name, stored in tied.items())
+    if manifest.tied and not is_torch:
+        pairs = ", ".join(f"{name} (is {stored})" for name, stored in manifest.tied.items())
         typer.echo(f"tied, stored once: {pairs}")
     if beside.left_out:
         others = ", ".join(f"{name} ({kind})" for name, kind in beside.left_out.items())

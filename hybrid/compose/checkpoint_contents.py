@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 
-from hybrid.checkpoint.export import EXTRA_STATE, STATE_FILE, TIED_BUFFERS
+from hybrid.checkpoint.export import EXTRA_STATE, STATE_FILE
 from hybrid.checkpoint.held import PlainValue, Region
 from hybrid.checkpoint.manifest import Content
 from hybrid.checkpoint.values import encode
@@ -19,7 +19,6 @@ from hybrid.compose.checkpoint_job import (
     distinct_buffers,
     extra_states,
     held_by,
-    persistent_buffers,
     writes_buffers,
 )
 
@@ -34,7 +33,7 @@ class Plain:
     random: dict[str, torch.Tensor]
     extra_states: dict[str, Any]
     tied_buffers: dict[str, str]
-    """Other name -> the first one; the files have the buffer under both."""
+    """Other name -> the first one, under which it is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +58,10 @@ def find(job: Job, state: Mapping[str, Any]) -> Found:
     writes = writes_buffers(runtime)
     if job.model is not None:
         regions += held.parameters("write")
-        regions += held.buffers(persistent_buffers(job.model), writes=writes, use="write")
+        buffers, tied = distinct_buffers(job.model)
+        regions += held.buffers(buffers, writes=writes, use="write")
         if writes:
             extra = {name: module.get_extra_state() for name, module in extra_states(job.model)}
-            _, tied = distinct_buffers(job.model)
     if job.optimizer is not None:
         shards = job.optimizer.hybrid_shards
         of_optimizer, values = held.optimizer(shards, shards.own_state(), "write")
@@ -93,9 +92,6 @@ def encoded(job: Job, found: Found, shared: list[Plain], groups: list[dict[str, 
     extra = {name: value for plain in shared for name, value in plain.extra_states.items()}
     if extra:
         tree[EXTRA_STATE] = extra
-    tied = {name: stored for plain in shared for name, stored in plain.tied_buffers.items()}
-    if tied:  # for an export, which writes each buffer once
-        tree[TIED_BUFFERS] = tied
     tensors: dict[str, torch.Tensor] = {}
     document = {key: encode(value, where=key, tensors=tensors) for key, value in tree.items()}
     regions = [

@@ -36,7 +36,7 @@ __all__ = [
     "outside_inference_mode",
     "path_of",
     "persistent_buffers",
-    "refuse_loading_under_gradients",
+    "refuse_loading_now",
     "refuse_saving_gradients",
     "tied_names",
     "whole_number",
@@ -107,13 +107,13 @@ def outside_inference_mode(function: Callable[_Arguments, _Result]) -> Callable[
     return call
 
 
-def path_of(given: Any, *, call: str) -> Path:
+def path_of(given: Any, *, call: str, what: str = "the path of a folder") -> Path:
     """An absolute path. Raises CheckpointError: not one."""
     if not isinstance(given, str | os.PathLike):
-        raise CheckpointError(f"{call} needs the path of a folder, got {given!r}")
+        raise CheckpointError(f"{call} needs {what}, got {given!r}")
     text = os.fspath(given)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise CheckpointError(f"{call} needs the path of a folder, got {text!r}")
+        raise CheckpointError(f"{call} needs {what}, got {text!r}")
     return Path(text).expanduser().absolute()
 
 
@@ -136,8 +136,14 @@ def refuse_saving_gradients(job: Job, *, call: str) -> None:
         )
 
 
-def refuse_loading_under_gradients(job: Job, *, call: str) -> None:
-    """Raises CheckpointError: what train_batch has accumulated is of other weights. (A plain loop is as in torch.)"""
+def refuse_loading_now(job: Job, *, call: str) -> None:
+    """A load between these would be lost, or mixed with what was before. (Gradients of a plain loop are as in torch.)
+
+    Raises:
+        ModelError: inside `gather_parameters` at stage 3.
+        CheckpointError: what train_batch has accumulated is of other weights.
+    """
+    job.runtime.engine.check_nothing_edited(call)
     if job.runtime.accumulated_weight is not None:
         raise CheckpointError(
             f"{call} between train_batch(step=False) and the update that it waits for: the gradients are those of the "

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from hybrid.checkpoint.export import EXTRA_STATE, STATE_FILE
 from hybrid.checkpoint.held import HeldState, Region, model_entry, optimizer_entry
 from hybrid.checkpoint.loading import read_entry, read_regions
 from hybrid.checkpoint.manifest import Entry, Manifest
@@ -26,7 +27,6 @@ from hybrid.checkpoint.together import describe
 from hybrid.checkpoint.values import decode
 from hybrid.compose import checkpoint_groups, training_state
 from hybrid.compose.checkpoint_choice import Chosen, choose
-from hybrid.compose.checkpoint_contents import STATE_FILE
 from hybrid.compose.checkpoint_job import (
     Job,
     agree,
@@ -37,14 +37,13 @@ from hybrid.compose.checkpoint_job import (
     outside_inference_mode,
     path_of,
     persistent_buffers,
-    refuse_loading_under_gradients,
+    refuse_loading_now,
 )
+from hybrid.compose.misfits import Misfits
 from hybrid.errors import CheckpointError, CollectiveError, HybridError
 from hybrid.sharding.optimizer_state import MASTER, OptimizerShards
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint"]
-
-_EXTRA_STATE = "model_extra_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +154,7 @@ class _Plan:
 def _compare(job: Job, chosen: Chosen, asked: Mapping[str, Any], *, strict: bool) -> _Plan:
     """What will be read. *Collective.* Raises CheckpointError: what does not fit, all of it."""
     groups = job.optimizer.whole_groups() if job.optimizer is not None else []
-    lists = _Lists()
+    lists = Misfits()
     plan: _Plan | None = None
     failure: BaseException | None = None
     try:
@@ -167,15 +166,11 @@ def _compare(job: Job, chosen: Chosen, asked: Mapping[str, Any], *, strict: bool
         failure.__cause__ = error
     everyone = agree(lists, failure, runtime=job.runtime, what="load_checkpoint, contents")
     assert plan is not None
-    missing = _in_order(name for one in everyone for name in one.missing)
-    mismatched = _in_order(name for one in everyone for name in one.mismatched)
-    known = {name for one in everyone for name in one.known}
+    together = Misfits.of_all(everyone)
     parts = ("model.",) * (job.model is not None) + ("optimizer.",) * (job.optimizer is not None)
-    unexpected = tuple(name for name in chosen.manifest.entries if name.startswith(parts) and name not in known)
-    problems = list(_in_order(problem for one in everyone for problem in one.problems))
-    if strict:
-        lists_of = {"missing": missing, "unexpected": unexpected, "of another shape or type": mismatched}
-        problems += [f"{title}: {', '.join(names)}" for title, names in lists_of.items() if names]
+    unexpected = together.unexpected(name for name in chosen.manifest.entries if name.startswith(parts))
+    missing, mismatched = tuple(together.missing), tuple(together.mismatched)
+    problems = together.reasons(unexpected, strict=strict)
     if problems:
         hint = "; strict=False loads what fits" if strict and (missing or unexpected or mismatched) else ""
         raise CheckpointError(f"{chosen.path} does not fit: {'; '.join(problems)}{hint}")
@@ -183,11 +178,11 @@ def _compare(job: Job, chosen: Chosen, asked: Mapping[str, Any], *, strict: bool
 
 
 def _compare_here(
-    job: Job, chosen: Chosen, asked: Mapping[str, Any], groups: list[dict[str, Any]], lists: _Lists, *, strict: bool
+    job: Job, chosen: Chosen, asked: Mapping[str, Any], groups: list[dict[str, Any]], lists: Misfits, *, strict: bool
 ) -> _Plan:
     """What this rank will read; what does not fit is listed."""
     runtime, manifest = job.runtime, chosen.manifest
-    refuse_loading_under_gradients(job, call="load_checkpoint")
+    refuse_loading_now(job, call="load_checkpoint")
     held = held_by(runtime)
     runtime.engine.gather.finish()
     document = _read_state(chosen)
@@ -232,22 +227,8 @@ def _compare_here(
         state=state,
         groups=options,
         training=training,
-        extra_states=tree(_EXTRA_STATE) if job.model is not None and _EXTRA_STATE in document else {},
+        extra_states=tree(EXTRA_STATE) if job.model is not None and EXTRA_STATE in document else {},
     )
-
-
-@dataclass(slots=True)
-class _Lists:
-    """What one rank sees: names of entries, and sentences."""
-
-    known: set[str] = field(default_factory=set)
-    missing: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
-def _in_order(items: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(items))
 
 
 def _read_state(chosen: Chosen) -> dict[str, Any]:
@@ -264,7 +245,7 @@ def _read_state(chosen: Chosen) -> dict[str, Any]:
     return document
 
 
-def _fitting(wanted: list[Region], manifest: Manifest, lists: _Lists) -> list[Region]:
+def _fitting(wanted: list[Region], manifest: Manifest, lists: Misfits) -> list[Region]:
     """Those of the regions that the checkpoint has alike; the others are listed."""
     fitting = []
     for region in wanted:
@@ -299,7 +280,7 @@ def _optimizer_state(
     shards: OptimizerShards,
     manifest: Manifest,
     values: Mapping[str, Any],
-    lists: _Lists,
+    lists: Misfits,
     *,
     known: set[str],
 ) -> tuple[dict[str, dict[str, Any]], list[Region]]:

@@ -188,6 +188,7 @@ def _prepare(
     assert found is not None and step is not None
     training_state.check_agreement(runtime, found.state, [digests for _, _, digests in everyone])
     shared = [plain for _, plain, _ in everyone]
+    tied_buffers = {name: stored for plain in shared for name, stored in plain.tied_buffers.items()}
     groups = job.optimizer.whole_groups() if job.optimizer is not None else None
     total = sum(num_bytes for num_bytes, _, _ in everyone)
     regions: list[Region] = []
@@ -217,7 +218,7 @@ def _prepare(
         state="" if document is None else document.text,
         contents=() if document is None else document.contents,
         layout=layout_record(runtime),
-        tied=tied_names(runtime) if job.model is not None else {},
+        tied=tied_names(runtime) | tied_buffers if job.model is not None else {},
         keep=keep,
         checksums=checksums,
     )

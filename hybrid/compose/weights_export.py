@@ -32,6 +32,7 @@ from hybrid.compose.checkpoint_job import (
     distinct_buffers,
     extra_states,
     held_by,
+    path_of,
     tied_names,
     writes_buffers,
 )
@@ -83,7 +84,7 @@ def export_weights(
         CheckpointError: wrong arguments, something in the folder that is no export, a disk that is full or read-only.
         CollectiveError: a rank is gone, or did not call within the timeout.
     """
-    target = Path(path).absolute()
+    target = path_of(path, call="export_weights")
     asked = {"path": str(target), "format": format, "max_shard_bytes": max_shard_bytes}
     job = begin("export_weights", model, None, asked)
     plan = _prepare(job, target, format, max_shard_bytes)

@@ -30,9 +30,11 @@ from hybrid.compose.checkpoint_job import (
     extra_states,
     held_by,
     outside_inference_mode,
-    refuse_loading_under_gradients,
+    path_of,
+    refuse_loading_now,
     tied_names,
 )
+from hybrid.compose.misfits import Misfits
 from hybrid.compose.model import DistributedModel
 from hybrid.errors import CheckpointError, CollectiveError
 
@@ -95,7 +97,7 @@ def load_weights(
             "model = hybrid.distributed_model(model, init='by_name'), and then hybrid.load_weights(model, ...)"
         )
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    absolute = [Path(one).absolute() for one in paths]
+    absolute = [path_of(one, call="load_weights", what="the path of a file or a folder") for one in paths]
     asked = {"path": [str(one) for one in absolute], "strict": strict, "rename": None if rename is None else "given"}
     job = begin("load_weights", model, None, asked)
     found = _find(job, absolute)
@@ -136,19 +138,9 @@ class _Plan:
     loaded: LoadedWeights = field(default_factory=LoadedWeights)
 
 
-@dataclass(slots=True)
-class _Lists:
-    """What one rank sees: names in the files that it knows, names of the model, and sentences."""
-
-    known: set[str] = field(default_factory=set)
-    missing: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 def _compare(job: Job, found: Found, rename: Rename | None, *, strict: bool) -> _Plan:
     """What will be read. *Collective.* Raises CheckpointError: what does not fit, all of it."""
-    lists = _Lists()
+    lists = Misfits()
     plan: _Plan | None = None
     failure: BaseException | None = None
     try:
@@ -158,28 +150,20 @@ def _compare(job: Job, found: Found, rename: Rename | None, *, strict: bool) -> 
         failure = error
     everyone = agree(lists, failure, runtime=job.runtime, what="load_weights, contents")
     assert plan is not None
-    known = {name for one in everyone for name in one.known}
+    together = Misfits.of_all(everyone)
+    unexpected = together.unexpected(plan.source.entries)
     loaded = LoadedWeights(
-        missing=tuple(dict.fromkeys(name for one in everyone for name in one.missing)),
-        unexpected=tuple(name for name in plan.source.entries if name not in known),
-        mismatched=tuple(dict.fromkeys(name for one in everyone for name in one.mismatched)),
+        missing=tuple(together.missing), unexpected=unexpected, mismatched=tuple(together.mismatched)
     )
-    problems = list(dict.fromkeys(problem for one in everyone for problem in one.problems))
-    if strict:
-        lists_of = {
-            "missing": loaded.missing,
-            "unexpected": loaded.unexpected,
-            "of another shape or type": loaded.mismatched,
-        }
-        problems += [f"{title}: {', '.join(names)}" for title, names in lists_of.items() if names]
+    problems = together.reasons(unexpected, strict=strict)
     if problems:
         raise CheckpointError(f"{found.where} does not fit: {'; '.join(problems)}{_hint(loaded) if strict else ''}")
     return replace(plan, loaded=loaded)
 
 
-def _compare_here(job: Job, source: WeightSource, lists: _Lists) -> _Plan:
+def _compare_here(job: Job, source: WeightSource, lists: Misfits) -> _Plan:
     assert job.model is not None
-    refuse_loading_under_gradients(job, call="load_weights")
+    refuse_loading_now(job, call="load_weights")
     runtime, held = job.runtime, held_by(job.runtime)
     runtime.engine.gather.finish()
     buffers, tied_buffers = distinct_buffers(job.model)
@@ -221,7 +205,7 @@ def _fits(region: Region, entry: Entry) -> bool:
 
 
 def _compare_tied(
-    source: WeightSource, others: Mapping[str, Sequence[str]], lists: _Lists, *, rank: int, world_size: int
+    source: WeightSource, others: Mapping[str, Sequence[str]], lists: Misfits, *, rank: int, world_size: int
 ) -> None:
     """What is one tensor in the model must be one value in the files; each rank looks at a share."""
     for number, (stored, names) in enumerate(sorted(others.items())):

@@ -281,12 +281,16 @@ class ShardingEngine:
         # step could be used after it and give wrong gradients where plain torch raises.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
 
+    def check_nothing_edited(self, call: str) -> None:
+        """Raises ModelError inside `gather_parameters` at stage 3, where `call` would be overwritten by the edit."""
+        if self.unsharder is not None:
+            self.unsharder.check_nothing_edited(call)
+
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """Take parameter values that were edited in place into the masters, which would overwrite them."""
         self.gather.finish()
-        if self.unsharder is not None:
-            self.unsharder.check_nothing_edited()
-        else:
+        self.check_nothing_edited("optimizer.step()")
+        if self.unsharder is None:
             for bucket in buckets:
                 bucket.take_own_from_data()
 

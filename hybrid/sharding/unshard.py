@@ -367,12 +367,12 @@ class Unsharder:
         for bucket in self._buckets:
             self._free(bucket, out_of_date=True)
 
-    def check_nothing_edited(self) -> None:
+    def check_nothing_edited(self, call: str) -> None:
         """Raises ModelError inside `gather_parameters`: an update there would be overwritten by the edit, or it."""
         if self._edited:
             raise ModelError(
-                "optimizer.step() inside `with model.gather_parameters():` at stage 3: leave the block first, so that "
-                "its edits count before the update"
+                f"{call} inside `with model.gather_parameters():` at stage 3: leave the block first, so that its edits "
+                "count before"
             )
 
     # -- reading and editing from outside --------------------------------------------------------------
