@@ -23,6 +23,11 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
+def wait_for_files(*names: str) -> str:
+    """One line of a job's script: it goes on when other ranks have left these files, however late they start."""
+    return f"while not all(map(os.path.exists, {list(names)})): __import__('time').sleep(0.05)"
+
+
 def log_dir_of(folder: Path) -> Path:
     (log_dir,) = (folder / "hybrid_logs").iterdir()
     return log_dir
@@ -111,17 +116,18 @@ def test_first_failing_ranks_traceback_comes_last(tmp_path: Path) -> None:
     write(
         tmp_path,
         "job.py",
-        """
-import os, sys, time
+        f"""
+import os, time
 def work():
     if os.environ["RANK"] == "1":
+        {wait_for_files("started0", "started2")}
         raise ValueError("the tensor of rank 1 is wrong")
     if os.environ["RANK"] == "0":
         try:
-            time.sleep(300)
+            open("started0", "w").close(); time.sleep(300)
         finally:
             pass
-    time.sleep(300)
+    open("started2", "w").close(); time.sleep(300)
 print("working")
 work()
 """,
@@ -132,15 +138,15 @@ work()
     before, _, last = done.stderr.partition("rank 1 failed first:\n")
     assert last.strip().splitlines() == [
         "Traceback (most recent call last):",
-        '  File "job.py", line 13, in <module>',
+        '  File "job.py", line 14, in <module>',
         "    work()",
-        '  File "job.py", line 5, in work',
+        '  File "job.py", line 6, in work',
         '    raise ValueError("the tensor of rank 1 is wrong")',
         "ValueError: the tensor of rank 1 is wrong",
     ]
     # Where the others were when they were ended.
-    assert "rank 0: was ended at job.py:8 in work" in before
-    assert "rank 2: was ended at job.py:11 in work" in before
+    assert "rank 0: was ended at job.py:9 in work" in before
+    assert "rank 2: was ended at job.py:12 in work" in before
     assert not any(psutil.pid_exists(pid) for pid in pids_of(log_dir_of(tmp_path)))
 
 
@@ -149,17 +155,18 @@ def test_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     write(
         tmp_path,
         "job.py",
-        """
+        f"""
 import os, signal, time
 if os.environ["RANK"] == "1":
+    {wait_for_files("started0")}
     print("last words", file=__import__("sys").stderr)
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(300)
+open("started0", "w").close(); time.sleep(300)
 """,
     )
     done = hybrid("run", "--nproc", "2", "job.py", cwd=tmp_path)
     assert done.returncode == 128 + signal.SIGKILL
-    assert "rank 0: was ended at job.py:6 in <module>" in done.stderr
+    assert "rank 0: was ended at job.py:7 in <module>" in done.stderr
     assert "last words" in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("rank 1 was killed by SIGKILL")
 
