@@ -25,6 +25,7 @@ _HOMES = {
     "ModelError": "hybrid.errors",
     "OptimizerError": "hybrid.errors",
     "PipelineLayer": "hybrid.pipeline.layers",
+    "PlanError": "hybrid.errors",
     "SharedLayerDesc": "hybrid.pipeline.layers",
     "StrategyError": "hybrid.errors",
     "async_save_checkpoint": "hybrid.compose.checkpoint_save",
@@ -40,6 +41,7 @@ _HOMES = {
     "get_mesh": "hybrid.compose.context",
     "load_checkpoint": "hybrid.compose.checkpoint_load",
     "load_weights": "hybrid.compose.weights_load",
+    "plan": "hybrid.planner.plan",
     "resume_directory": "hybrid.launch.variables",
     "save_checkpoint": "hybrid.compose.checkpoint_save",
     "set_full_parameter": "hybrid.compose.access",
@@ -80,11 +82,13 @@ if TYPE_CHECKING:
     from hybrid.errors import LaunchError as LaunchError
     from hybrid.errors import ModelError as ModelError
     from hybrid.errors import OptimizerError as OptimizerError
+    from hybrid.errors import PlanError as PlanError
     from hybrid.errors import StrategyError as StrategyError
     from hybrid.launch.variables import resume_directory as resume_directory
     from hybrid.pipeline.layers import LayerDesc as LayerDesc
     from hybrid.pipeline.layers import PipelineLayer as PipelineLayer
     from hybrid.pipeline.layers import SharedLayerDesc as SharedLayerDesc
+    from hybrid.planner.plan import plan as plan
     from hybrid.strategy import DistributedStrategy as DistributedStrategy
 
 

@@ -5,6 +5,7 @@
     ├── LaunchError    (RuntimeError) the launch variables or the start of the process group are wrong
     ├── ModelError     (ValueError)  this model cannot be trained under this strategy
     ├── OptimizerError (ValueError)  this optimizer cannot be used with this model or strategy
+    ├── PlanError      (ValueError)  nothing can be planned: an unknown model or device, nothing fits, no layout left
     ├── BatchError     (ValueError)  a batch does not have the form that the call needs
     ├── GradientAccessError (RuntimeError) a gradient was read that lives, reduced, in another place
     ├── CheckpointError (RuntimeError) a checkpoint could not be written, is damaged, or does not fit
@@ -26,6 +27,7 @@ __all__ = [
     "LaunchError",
     "ModelError",
     "OptimizerError",
+    "PlanError",
     "StrategyError",
 ]
 
@@ -34,19 +36,32 @@ class HybridError(Exception):
     """Base class of every error that `hybrid` raises on purpose."""
 
 
+def _listed(problems: tuple[str, ...], what: str) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return f"{len(problems)} problems in {what}:{lines}"
+
+
 class StrategyError(HybridError, ValueError):
     """One or more settings are wrong; `problems` holds one sentence for each of them."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
-        if len(self.problems) == 1:
-            text = self.problems[0]
-        else:
-            lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
-            text = f"{len(self.problems)} problems in the strategy:{lines}"
-        super().__init__(text)
+        super().__init__(_listed(self.problems, "the strategy"))
 
     def __reduce__(self) -> tuple[type[StrategyError], tuple[tuple[str, ...]]]:
+        return (type(self), (self.problems,))
+
+
+class PlanError(HybridError, ValueError):
+    """A model, a cluster or a request for a plan is wrong, or nothing fits; `problems` holds a sentence for each."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(_listed(self.problems, "the request"))
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[str, ...]]]:
         return (type(self), (self.problems,))
 
 

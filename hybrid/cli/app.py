@@ -10,8 +10,10 @@ import typer
 
 from hybrid import __version__
 from hybrid.cli.checkpoint import commands as checkpoint_commands
+from hybrid.cli.cluster import commands as cluster_commands
 from hybrid.cli.demo import demo
 from hybrid.cli.explain import explain
+from hybrid.cli.plan import plan
 from hybrid.cli.run import run
 from hybrid.cli.schedule import schedule
 from hybrid.errors import HybridError
@@ -23,6 +25,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("demo", demo, {}),
     ("run", run, {"allow_interspersed_args": False}),
     ("explain", explain, {}),
+    ("plan", plan, {}),
     ("schedule", schedule, {}),
 )
 
@@ -34,6 +37,8 @@ Start here:
   hybrid demo                                   a real model on 4 local ranks, under two minutes
   hybrid run --nproc 4 train.py --epochs 3      your script on 4 ranks of this machine
   hybrid explain strategy.yaml --world-size 16  every setting of a strategy and where it comes from
+  hybrid plan --model llama3-8b --cluster 1x8xH100 --global-batch 64   the fastest layout that fits
+  hybrid cluster show 4x8xH100 --network 8x400G links and switches of a cluster, and their rates
   hybrid schedule --stages 4 --micro-batches 8  who does what when in a pipeline, and the bubble
   hybrid checkpoint ls runs/a                   checkpoints of a folder; verify, show, export
 
@@ -54,6 +59,7 @@ app = typer.Typer(
 )
 for _name, _function, _settings in COMMANDS:
     app.command(_name, context_settings={"help_option_names": ["-h", "--help"], **_settings})(_function)
+app.add_typer(cluster_commands, short_help="Look at clusters: devices, links, switches, rates.")
 app.add_typer(checkpoint_commands, short_help="Look at checkpoints, check their files, export weights.")
 
 

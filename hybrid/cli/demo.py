@@ -64,6 +64,10 @@ def demo(
         Path | None,
         typer.Option("--strategy", metavar="FILE", help="Strategy file (YAML or JSON) instead of the options."),
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", metavar="auto", help="Let the planner choose, for this machine's own CPUs."),
+    ] = None,
 ) -> None:
     """Train a real model on this machine and show what sharding saves.
 
@@ -78,6 +82,7 @@ def demo(
       hybrid demo --nproc 4 --stage 2 --shard-size 2
       hybrid demo --stage 3 --amp bf16 --recompute
       hybrid demo --strategy strategy.yaml
+      hybrid demo --layout auto               # the planner's choice
       hybrid demo --resume checkpoints        # stop it with Ctrl-C; the same command goes on
     """
     if steps < 1:
@@ -88,7 +93,10 @@ def demo(
         raise typer.BadParameter(f"is {save_every}; expected 1 or more", param_hint="--save-every")
     if amp is not None and amp not in _AMP_DTYPES:
         raise typer.BadParameter(f"is {amp!r}; expected one of {', '.join(_AMP_DTYPES)}", param_hint="--amp")
-    if strategy is None:
+    if layout is not None:
+        _check_layout(layout, strategy, stage=stage, shard_size=shard_size, amp=amp, recompute=recompute)
+        chosen = _planned(nproc, DEFAULT_BATCH if batch is None else batch)
+    elif strategy is None:
         chosen = _from_options(stage, shard_size, amp, recompute=recompute)
     else:
         chosen = DistributedStrategy.load(strategy)
@@ -149,6 +157,29 @@ def _from_options(
         settings |= {"amp": True, "amp_configs": {"dtype": _AMP_DTYPES[amp], "level": "O2"}}
     if recompute:
         settings["recompute"] = True
+    return DistributedStrategy(settings)
+
+
+def _check_layout(layout: str, strategy: Path | None, **options: object) -> None:
+    """The planner's choice, and nobody else's."""
+    if layout != "auto":
+        raise typer.BadParameter(f"is {layout!r}; expected auto", param_hint="--layout")
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in {None, False}]
+    given += ["--strategy"] * (strategy is not None)
+    if given:
+        raise StrategyError(f"--layout auto chooses what {', '.join(given)} would say; leave one of them out")
+
+
+def _planned(nproc: int, batch: int) -> DistributedStrategy:
+    """As the planner has it, with the demo's clipping; says what it chose and why."""
+    from hybrid.cli.demo_layout import plan_demo  # torch comes with it, to look at the model
+
+    plans = plan_demo(nproc, batch)
+    best = plans.best
+    print(
+        f"layout {best.candidate.label}: {best.time.total_seconds * 1e3:.0f} ms a step expected ({plans.advice.loss})"
+    )
+    settings = best.strategy.to_dict() | {"gradient_clipping": 1.0, "timeout_seconds": 120}
     return DistributedStrategy(settings)
 
 

@@ -27,6 +27,8 @@ __all__ = [
     "Slice",
     "alignment_bytes",
     "partition_bucket",
+    "plan_buckets",
+    "shard_elements",
 ]
 
 ALIGNMENT_BYTES = 128
@@ -136,12 +138,48 @@ def partition_bucket(
     total_bytes = sum(num_elements for _, num_elements in sizes) * element_bytes
     align = max(1, alignment_bytes(total_bytes, num_shards=num_shards) // element_bytes)
     if kind == "element":
-        entries, end = _lay_out(sizes, start=0, align=align)
-        shard = _round_up(-(-end // num_shards), align)
+        entries, _ = _lay_out(sizes, start=0, align=align)
+        shard = shard_elements([size for _, size in sizes], num_shards=num_shards, element_bytes=element_bytes)
         return BucketPartition(kind=kind, entries=entries, bounds=tuple(shard * i for i in range(num_shards + 1)))
     if kind == "parameter":
         return _partition_whole(sizes, num_shards=num_shards, align=align, loads=loads)
     raise ValueError(f"unknown partition kind {kind!r}; known: 'element', 'parameter'")
+
+
+def shard_elements(sizes: Sequence[int], *, num_shards: int, element_bytes: int) -> int:
+    """Elements of each of the equal shards of a bucket with parameters of these sizes, padding included."""
+    align = max(1, alignment_bytes(sum(sizes) * element_bytes, num_shards=num_shards) // element_bytes)
+    end = 0
+    for num_elements in sizes:
+        end = _round_up(end, align) + num_elements
+    return _round_up(-(-end // num_shards), align)
+
+
+def plan_buckets(units: Sequence[tuple[tuple[str, int], ...]], *, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
+    """Merge small units and cut large ones towards `bucket_bytes`.
+
+    Args:
+        units: per unit the (fqn, bytes) of its parameters, all of one bucket key, in launch order.
+        bucket_bytes: size to aim at; a parameter larger than that has a bucket of its own.
+
+    Returns:
+        The fqns of each bucket, in launch order; every fqn once.
+    """
+    buckets: list[list[str]] = []
+    filled_bytes = 0
+    for unit in units:
+        unit_bytes = sum(size for _, size in unit)
+        fits_whole = unit_bytes <= bucket_bytes
+        if buckets and fits_whole and filled_bytes + unit_bytes > bucket_bytes:
+            buckets.append([])  # start anew: a unit that fits is never cut
+            filled_bytes = 0
+        for fqn, size in unit:
+            if not buckets or filled_bytes + size > bucket_bytes:
+                buckets.append([])
+                filled_bytes = 0
+            buckets[-1].append(fqn)
+            filled_bytes += size
+    return tuple(tuple(bucket) for bucket in buckets if bucket)
 
 
 def alignment_bytes(total_bytes: int, *, num_shards: int) -> int:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GPT"]
+__all__ = ["DEMO_LENGTH", "GPT"]
 
 NUM_BYTES = 256
+DEMO_LENGTH = 64  # bytes of a sequence in `hybrid demo`
 
 
 class Block(nn.Module):

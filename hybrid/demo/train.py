@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 import hybrid
 from hybrid import shims
 from hybrid.demo.corpus import ByteWindows, read_corpus
-from hybrid.demo.gpt import GPT
+from hybrid.demo.gpt import DEMO_LENGTH, GPT
 from hybrid.demo.progress import Finished, Memory, ProgressWriter, Started, StepDone
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hybrid.demo.train", description="A byte-level GPT.")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
-    parser.add_argument("--length", type=int, default=64, help="bytes per sequence")
+    parser.add_argument("--length", type=int, default=DEMO_LENGTH, help="bytes per sequence")
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints, under --resume DIR")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="largest learning rate")
     return parser.parse_args()

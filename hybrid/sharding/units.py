@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hybrid.contracts.partition import plan_buckets
 from hybrid.errors import ModelError
 
 __all__ = ["Unit", "plan_buckets", "plan_units"]
@@ -49,33 +50,6 @@ def plan_units(model: nn.Module, *, class_names: Sequence[str] | None = None) ->
         else:
             units.append(Unit(name=owner or f"(around {fqn})", fqns=(fqn,)))
     return tuple(units)
-
-
-def plan_buckets(units: Sequence[tuple[tuple[str, int], ...]], *, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
-    """Merge small units and cut large ones towards `bucket_bytes`.
-
-    Args:
-        units: per unit the (fqn, bytes) of its parameters, all of one bucket key, in launch order.
-        bucket_bytes: size to aim at; a parameter larger than that has a bucket of its own.
-
-    Returns:
-        The fqns of each bucket, in launch order; every fqn once.
-    """
-    buckets: list[list[str]] = []
-    filled_bytes = 0
-    for unit in units:
-        unit_bytes = sum(size for _, size in unit)
-        fits_whole = unit_bytes <= bucket_bytes
-        if buckets and fits_whole and filled_bytes + unit_bytes > bucket_bytes:
-            buckets.append([])  # start anew: a unit that fits is never cut
-            filled_bytes = 0
-        for fqn, size in unit:
-            if not buckets or filled_bytes + size > bucket_bytes:
-                buckets.append([])
-                filled_bytes = 0
-            buckets[-1].append(fqn)
-            filled_bytes += size
-    return tuple(tuple(bucket) for bucket in buckets if bucket)
 
 
 def _repeated_blocks(model: nn.Module) -> set[str]:

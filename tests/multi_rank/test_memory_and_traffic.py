@@ -18,6 +18,8 @@ import torch
 
 import hybrid
 from hybrid.collectives.scratch import SCRATCH
+from hybrid.planner.job import Candidate, Precision
+from hybrid.planner.traffic import state_bytes
 from tests.models import MODELS, build, cut
 from tests.parity_case import even_cuts
 from tests.ranks import run_ranks
@@ -308,6 +310,8 @@ def test_traffic_equals_its_formula(world_size: int, shard_size: int, zero_stage
     cases = tuple((stage, shard_size, "auto", dtype) for stage in (0, 1, 2) for dtype in ("float32", "param"))
     for seen in in_one_world(send, world_size, cases)[zero_stage, shard_size, "auto", grad_dtype]:
         parts = expected_bytes(seen, zero_stage, world_size, shard_size)
+        layout = Candidate(dp_replicate=world_size // shard_size, dp_shard=shard_size, zero_stage=zero_stage)
+        assert state_bytes(seen["padded"], Precision(parameter=4), layout) == parts  # what the planner prices
         at_step = parts["reduce"] + parts["gather"] + parts["replicas"]
         reduces_when_told = zero_stage == 2
         assert {what: totals["sent"] for what, totals in seen.items() if isinstance(totals, dict)} == {

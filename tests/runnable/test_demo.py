@@ -72,6 +72,18 @@ def test_demo_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert ends[0][1] == ends[1][1]
 
 
+@pytest.mark.slow
+def test_demo_runs_the_layout_that_the_planner_chose(tmp_path: Path) -> None:
+    """What is planned must start as it is: no setting of a plan may be refused by the strategy."""
+    done = hybrid("demo", "--nproc", "2", "--steps", "2", "--batch", "4", "--layout", "auto", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"layout tp\d pp1 dp\dx\d .* ms a step expected", done.stdout)
+    assert len(re.findall(r"^step \d/2: loss", done.stdout, flags=re.MULTILINE)) == 2
+    both = hybrid("demo", "--layout", "auto", "--stage", "2", cwd=tmp_path)
+    assert both.returncode == 2
+    assert "--layout auto chooses what --stage would say" in both.stderr
+
+
 def kept_by_a_forward(policy: Literal["full", "selective"] | None) -> tuple[int, int]:
     """Bytes as the demo measures them, and those of the storages that autograd itself saves, parameters apart."""
     torch.manual_seed(0)

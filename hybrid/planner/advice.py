@@ -1,0 +1,223 @@
+"""What a person should know about the best plan: what binds, what is lost, what would change it, what to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid.planner.cost import StepTime, step_time
+from hybrid.planner.job import Candidate, Job
+from hybrid.planner.memory import memory
+from hybrid.planner.request import Request
+from hybrid.planner.scaled import scaled_job
+from hybrid.planner.search import Priced, SearchResult, fit_of
+from hybrid.planner.unlock import unlocks
+
+__all__ = ["COMMUNICATION", "Advice", "Sensitivity", "advise"]
+
+#: Parts of a step in which a device waits for others.
+COMMUNICATION = ("tp_exposed", "cp_exposed", "ep_exposed", "pp_transfer", "dp_exposed", "gather_exposed")
+# What each part of a step is, in words, and what usually makes it smaller.
+_PARTS = {
+    "tp_exposed": ("sums of tensor parallel", "a smaller tp, or sequence_parallel"),
+    "cp_exposed": ("exchange of keys and values", "a smaller cp"),
+    "ep_exposed": ("tokens on their way to experts", "a smaller ep, inside a node"),
+    "pp_transfer": ("messages between stages", "a smaller pp"),
+    "pp_bubble": ("the pipeline's bubble", "more micro-batches, or virtual stages"),
+    "dp_exposed": ("sums of gradients", "a larger batch per rank, or a smaller shard_size"),
+    "gather_exposed": ("gathers of parameters", "a smaller shard_size, or a lower ZeRO stage"),
+    "optimizer": ("the update of the weights", "a larger shard_size"),
+    "recompute": ("activations computed again", "a smaller micro-batch or more tp, so that they can be kept"),
+    "host": ("launching kernels", "a larger micro-batch, or a smaller tp"),
+    "elementwise": ("norms, activation functions and other pointwise work", "a compiler that fuses them"),
+}
+# Beyond this share of a step the network is the bottleneck: a rule of thumb of practitioners.
+_COMMUNICATION_SHARE = 0.30
+# Below so much per device stage 3 spends its time on gathers: a rule of thumb of practitioners.
+_STAGE_3_BITS_PER_SECOND = 25e9
+_CHANGE = 0.10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """Args:
+    what: the quantity that is changed.
+    change: relative, such as -0.1.
+    step_seconds: of the best plan then.
+    best: label of the layout that is best then, among those ranked.
+    """
+
+    what: str
+    change: float
+    step_seconds: float
+    best: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Args:
+    binding: what keeps the best plan from being faster.
+    loss: the largest part of the step that is no model computation.
+    unlocks: what more memory would admit.
+    sensitivities: of the ranking to 10 % either way.
+    slow_device: what one device that is 10 % slower costs.
+    notes: on stage, network and recompute.
+    measure_first: labels of three layouts that differ, to be measured before a long run.
+    """
+
+    binding: str
+    loss: str
+    unlocks: tuple[str, ...]
+    sensitivities: tuple[Sensitivity, ...]
+    slow_device: str
+    notes: tuple[str, ...]
+    measure_first: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "binding": self.binding,
+            "loss": self.loss,
+            "unlocks": list(self.unlocks),
+            "sensitivity": [
+                {"what": one.what, "change": one.change, "step_seconds": one.step_seconds, "best": one.best}
+                for one in self.sensitivities
+            ],
+            "slow_device": self.slow_device,
+            "notes": list(self.notes),
+            "measure_first": list(self.measure_first),
+        }
+
+
+def advise(request: Request, result: SearchResult, time: StepTime) -> Advice:
+    """About the best plan of a search; `time` is its step in the rank order that was chosen."""
+    best = result.found[0]
+    return Advice(
+        binding=_binding(best, time),
+        loss=_loss(time),
+        unlocks=unlocks(result),
+        sensitivities=tuple(_sensitivities(request.job, result)),
+        slow_device=_slow_device(request.job, best),
+        notes=tuple(_notes(request, result, time)),
+        measure_first=measure_first(result.found),
+    )
+
+
+def _binding(best: Priced, time: StepTime) -> str:
+    used = best.fit.needed_bytes / best.fit.limit_bytes
+    return f"{time.binding}; memory {used:.0%} used at the accepted risk"
+
+
+def _loss(time: StepTime) -> str:
+    lost = {name: seconds for name, seconds in time.parts.items() if name in _PARTS and seconds > 0}
+    if not lost:
+        return "nothing but computation"
+    name = max(lost, key=lambda part: (lost[part], part))
+    what, remedy = _PARTS[name]
+    return f"{what}: {lost[name] / time.total_seconds:.0%} of the step; smaller with {remedy}"
+
+
+def _sensitivities(job: Job, result: SearchResult) -> Iterator[Sensitivity]:
+    changes = {
+        "speed of matrix products": "flops",
+        "memory bandwidth": "memory",
+        "links inside a node": "inside",
+        "links between nodes": "across",
+    }
+    for what, name in changes.items():
+        for change in (-_CHANGE, _CHANGE):
+            changed = scaled_job(job, **{name: 1 + change})
+            times = [(step_time(changed, one.candidate).total_seconds, one.candidate.label) for one in result.found]
+            yield Sensitivity(what=what, change=change, step_seconds=times[0][0], best=min(times)[1])
+
+
+def _slow_device(job: Job, best: Priced) -> str:
+    slower = step_time(scaled_job(job, flops=1 / (1 + _CHANGE), memory=1 / (1 + _CHANGE)), best.candidate)
+    most = slower.total_seconds / best.time.total_seconds - 1
+    if best.candidate.pp == 1:
+        return f"one device 10 % slower makes every step {most:.1%} longer: all ranks wait for it"
+    stages = sorted(best.time.stage_seconds)
+    light, heavy = stages[0], stages[-1]
+    least = max(0.0, light * (1 + _CHANGE) - heavy) / best.time.total_seconds
+    return (
+        f"one device 10 % slower makes a step up to {most:.1%} longer on the heaviest stage, about {least:.1%} on the "
+        "lightest"
+    )
+
+
+def _notes(request: Request, result: SearchResult, time: StepTime) -> Iterator[str]:
+    best = result.found[0]
+    yield from _stage_notes(request, best.candidate)
+    waiting = {name: time.parts.get(name, 0.0) for name in COMMUNICATION}
+    share = sum(waiting.values()) / time.total_seconds
+    if share > _COMMUNICATION_SHARE:
+        name = max(waiting, key=lambda part: (waiting[part], part))
+        what, remedy = _PARTS[name]
+        yield (
+            f"communication takes {share:.0%} of the step, above 30 %: the network is the bottleneck, first of all "
+            f"{what}; try {remedy}"
+        )
+    if best.candidate.zero_stage == 3:
+        if best.candidate.recompute == "none":
+            other = next((one for one in result.found if one.candidate.zero_stage < 3), None)
+            if other is not None:
+                longer = other.time.total_seconds / best.time.total_seconds - 1
+                yield (
+                    f"recompute comes before stage 3 where it is enough: {other.candidate.label} fits as well and "
+                    f"takes {longer:.1%} longer"
+                )
+        bits = _bits_per_device(request.job, best.candidate)
+        if bits is not None and bits < _STAGE_3_BITS_PER_SECOND:
+            yield (
+                f"stage 3 gathers every unit over {bits / 1e9:.0f} Gb/s per device; below about 25 Gb/s it is worth it "
+                "only where nothing else fits"
+            )
+    if best.candidate.tp > request.job.cluster.domain_size:
+        yield (
+            f"tp = {best.candidate.tp} crosses the fast links of {request.job.cluster.domain_size} devices: its sums "
+            "in every layer run over the network"
+        )
+
+
+def _stage_notes(request: Request, best: Candidate) -> Iterator[str]:
+    """Stage 1, 2, 3 by need: which is the first that fits with all else as it is."""
+    if best.dp * best.cp == 1:
+        return
+    told = []
+    for stage in range(4):
+        size = 1 if stage == 0 else (best.dp_shard if best.dp_shard > 1 else best.dp)
+        other = replace(
+            best,
+            zero_stage=stage,
+            dp_shard=size,
+            dp_replicate=best.dp // size,
+            grad_reduce=best.grad_reduce if stage >= 2 else "last_micro_batch",
+            reshard_after=best.reshard_after if stage == 3 else "unit",
+        )
+        if stage and size * best.cp == 1:
+            continue
+        fit = fit_of(request, memory(request.job, other))
+        told.append(f"stage {stage} {fit.needed_bytes / 1e9:.1f} GB{'' if fit.fits else ' (does not fit)'}")
+    yield f"memory of this layout by ZeRO stage: {', '.join(told)}"
+
+
+def _bits_per_device(job: Job, candidate: Candidate) -> float | None:
+    """Of the network, per device; None where all devices share fast links."""
+    if job.cluster.num_domains == 1:
+        return None
+    nic = job.cluster.device.nic_bytes_per_second
+    return None if not nic else 8 * nic
+
+
+def measure_first(found: tuple[Priced, ...], number: int = 3) -> tuple[str, ...]:
+    """The best, then the best that differ from those before: in degrees first, then in anything that computes."""
+    chosen: list[Priced] = []
+    for differs in (
+        lambda one: (one.candidate.tp, one.candidate.pp, one.candidate.cp),
+        lambda one: (one.candidate.micro_batch_size, one.candidate.recompute, one.candidate.virtual_stages),
+        lambda one: one.candidate,
+    ):
+        for priced in found:
+            if len(chosen) < number and differs(priced) not in {differs(other) for other in chosen}:
+                chosen.append(priced)
+    return tuple(one.candidate.label for one in sorted(chosen, key=lambda one: one.key))

@@ -1,0 +1,291 @@
+"""Bytes of activations on one rank: what waits for backward, by the action list that runs, and what backward adds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hybrid.contracts.schedule import Action, ActionKind, make_schedule
+from hybrid.planner.job import Candidate, Job
+from hybrid.planner.memory_layers import FrameworkProfile
+from hybrid.planner.model_spec import ActivationBytes, Recompute, UnitSpec
+
+__all__ = ["ActivationTable", "Held", "InFlight", "RankActivations", "in_flight", "num_tokens"]
+
+_NOTHING = ActivationBytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Micro-batches kept of each chunk of a rank, at the moments when no other moment keeps more of all of them.
+
+    before: until the rank's first backward. after: from the end of that backward on. Empty where nothing is kept.
+    """
+
+    before: tuple[tuple[int, ...], ...]
+    after: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class InFlight:
+    """What each pipeline rank keeps; one object for each schedule, which is its own key in tables."""
+
+    ranks: tuple[Held, ...]
+
+
+def in_flight(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> InFlight:
+    """For each pipeline rank, from its list of actions.
+
+    A long step repeats its middle, so of more micro-batches than four rounds only so many are looked at; `gpipe` keeps
+    all of them.
+    """
+    if num_stages == 1:
+        num_micro_batches = min(num_micro_batches, 2)
+    elif schedule != "gpipe":
+        limit = (4 * virtual_stages + 1) * num_stages
+        if num_micro_batches > limit:
+            num_micro_batches = limit - (limit - num_micro_batches) % num_stages
+    return _in_flight(schedule, num_stages, num_micro_batches, virtual_stages)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> InFlight:
+    if num_stages == 1:
+        one = ((1,) * virtual_stages,)
+        return InFlight(ranks=(Held(before=one, after=one if num_micro_batches > 1 else ()),))
+    if schedule == "gpipe":
+        rest = ((num_micro_batches - 1,),) if num_micro_batches > 1 else ()
+        return InFlight(ranks=(Held(before=((num_micro_batches,),), after=rest),) * num_stages)
+    made = make_schedule(
+        schedule, num_stages=num_stages, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages
+    )
+    return InFlight(ranks=tuple(_held(actions, num_stages, virtual_stages) for actions in made.actions))
+
+
+def _held(actions: Sequence[Action], num_stages: int, virtual_stages: int) -> Held:
+    held: Counter[int] = Counter()
+    before: set[tuple[int, ...]] = set()
+    after: set[tuple[int, ...]] = set()
+    began = False
+    for action in actions:
+        turn = action.chunk // num_stages
+        if action.kind is ActionKind.F:
+            held[turn] += 1
+        else:
+            (after if began else before).add(tuple(held[turn] for turn in range(virtual_stages)))
+            began = True
+        if action.kind.frees_activations:
+            held[turn] -= 1
+    return Held(before=_maximal(before), after=_maximal(after))
+
+
+def _maximal(vectors: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Those that no other one exceeds in every place."""
+    kept: list[tuple[int, ...]] = []
+    for vector in sorted(vectors, key=sum, reverse=True):
+        if not any(all(mine <= its for mine, its in zip(vector, other, strict=True)) for other in kept):
+            kept.append(vector)
+    return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankActivations:
+    """Bytes of one rank; at the moments when its micro-batches wait for backward.
+
+    Args:
+        before: kept when the first backward begins.
+        after: kept, at most, when a later one begins.
+        recomputed, working, logits: what is there besides at the fullest moment of a backward: activations computed
+            again, gradients of activations, copies of the logits.
+        boundary: gradients under way, one from the next rank and one to the rank before.
+    """
+
+    before: int
+    after: int
+    recomputed: int
+    working: int
+    logits: int
+    boundary: int
+
+    @property
+    def added(self) -> int:
+        return self.recomputed + self.working + self.logits
+
+
+class ActivationTable:
+    """Answers for one model, sequence length and kernel; remembers units by their look and by what cuts them."""
+
+    def __init__(self, job: Job, profile: FrameworkProfile) -> None:
+        self._model, self._seq, self._is_flash = job.model, job.seq, job.is_flash
+        self._element_bytes = job.precision.activation
+        self._parameter_bytes = job.precision.parameter
+        self._dummy_bytes: dict[tuple[object, ...], int] = {}
+        self._profile = profile
+        self._units: dict[tuple[object, ...], _UnitBytes] = {}
+        self._chunks: dict[tuple[object, ...], _ChunkBytes] = {}
+        self._ranks: dict[tuple[object, ...], tuple[RankActivations, ...]] = {}
+
+    def of_ranks(self, chunks: tuple[range, ...], candidate: Candidate) -> tuple[RankActivations, ...]:
+        """Bytes on each pipeline rank; `chunks`: the units of each chunk of the model."""
+        cutting = _cutting(candidate)
+        held = in_flight(candidate.schedule, candidate.pp, candidate.num_micro_batches, len(chunks) // candidate.pp)
+        key = (chunks, held, cutting)
+        if key not in self._ranks:
+            bytes_of = [self._of_chunk(chunk, candidate, cutting) for chunk in chunks]
+            self._ranks[key] = tuple(
+                self._of_rank(chunks[rank :: candidate.pp], bytes_of[rank :: candidate.pp], held.ranks[rank], candidate)
+                for rank in range(candidate.pp)
+            )
+        return self._ranks[key]
+
+    def _of_rank(
+        self, chunks: Sequence[range], bytes_of: Sequence[_ChunkBytes], held: Held, candidate: Candidate
+    ) -> RankActivations:
+        kept = [chunk.kept for chunk in bytes_of]
+        fullest = max(bytes_of, key=lambda chunk: chunk.added)
+        return RankActivations(
+            before=_most(held.before, kept),
+            after=_most(held.after, kept),
+            recomputed=fullest.recomputed,
+            working=fullest.working + self._dummies(chunks, candidate),
+            logits=fullest.logits,
+            boundary=max(chunk.taken for chunk in bytes_of) + max(chunk.given for chunk in bytes_of),
+        )
+
+    def _of_chunk(self, chunk: range, candidate: Candidate, cutting: tuple[object, ...]) -> _ChunkBytes:
+        key = (chunk.start, chunk.stop, *cutting)
+        if key not in self._chunks:
+            units = [self._of_unit(at, candidate, cutting) for at in chunk]
+            # When a unit's backward runs, what the units after it kept is gone.
+            freed, most = 0, -1
+            best = _UnitBytes(0, 0, 0, 0)
+            for unit in reversed(units):
+                added = unit.recomputed + unit.working + unit.logits - freed
+                if added > most:
+                    most, best = added, unit
+                freed += unit.kept
+            # Parts that are there in place of what has been freed show as less of themselves, the logits first.
+            gone = best.recomputed + best.working + best.logits - max(most, 0)
+            parts = []
+            for part in (best.logits, best.working, best.recomputed):
+                parts.append(max(0, part - gone))
+                gone = max(0, gone - part)
+            taken, given = self._crossing(chunk.start, candidate), self._crossing(chunk.stop, candidate)
+            kept = freed + given * self._profile.keeps_sent
+            self._chunks[key] = _ChunkBytes(kept, parts[2], parts[1], parts[0], taken, given)
+        return self._chunks[key]
+
+    def _of_unit(self, at: int, candidate: Candidate, cutting: tuple[object, ...]) -> _UnitBytes:
+        look = self._model.look_indices[at]
+        key = (look, *cutting)
+        if key not in self._units:
+            unit, count = self._model.units[look], num_tokens(candidate, self._seq)
+            kept = self._kept(unit, candidate, candidate.recompute)
+            again = self._kept(unit, candidate, "none") - kept if candidate.recompute != "none" else 0
+            logits = count * unit.logits_per_token * self._profile.logits_bytes / candidate.tp
+            self._units[key] = _UnitBytes(kept, max(0, again), round(self._working(unit, candidate)), round(logits))
+        return self._units[key]
+
+    def _kept(self, unit: UnitSpec, candidate: Candidate, recompute: Recompute) -> int:
+        spec = unit.activations.get((recompute, self._is_flash), _NOTHING)
+        count = num_tokens(candidate, self._seq)
+        return round(
+            spec.of(
+                tokens=count,
+                seq=self._seq,
+                tp=candidate.tp,
+                sequence_parallel=candidate.sequence_parallel,
+                keeps_gathered=self._profile.keeps_gathered,
+            )
+        )
+
+    def _working(self, unit: UnitSpec, candidate: Candidate) -> float:
+        """Gradients while the fullest product of the unit runs backward.
+
+        Those of the unit's output, of the widest layer's result, and of the parameter with most elements, which
+        autograd gives as a tensor of its own. The saved input of the product behind that layer is gone by then.
+        """
+        count, size = num_tokens(candidate, self._seq), self._element_bytes
+        parts = candidate.tp if candidate.sequence_parallel else 1
+        widths: dict[tuple[str, int], float] = {}
+        is_cut = False
+        for product in unit.matmuls:
+            if product.cut in {"column", "expert"} and not unit.logits_per_token:
+                group = (product.name.partition(".")[0], product.in_features)
+                share = product.out_features * product.tokens_share
+                is_cut = is_cut or product.cut == "column"
+                split = candidate.tp if product.cut == "column" else parts
+                widths[group] = widths.get(group, 0.0) + share / split
+        width = max(widths.values(), default=0.0)
+        hidden = unit.input_bytes / size
+        working = count * size * (width + hidden / parts)
+        if parts > 1 and (is_cut or unit.logits_per_token):
+            # What a column layer takes is gathered: its gradient is whole, and where it is gathered anew, so is it.
+            working += count * unit.input_bytes * (1 if self._profile.keeps_gathered else 2)
+        if not (self._profile.keeps_dummy_gradients and unit.kind == "block"):
+            trained = (p.local_elements(candidate.tp) for p in unit.parameters if p.trainable and not p.is_expert)
+            working += self._parameter_bytes * max(trained, default=0)
+        return working
+
+    def _dummies(self, chunks: Sequence[range], candidate: Candidate) -> int:
+        """One gradient that is never read for each shape of a weight: Transformer Engine keeps them."""
+        if not self._profile.keeps_dummy_gradients:
+            return 0
+        looks = frozenset(self._model.look_indices[at] for chunk in chunks for at in chunk)
+        key = (looks, candidate.tp)
+        if key not in self._dummy_bytes:
+            blocks = [self._model.units[look] for look in looks if self._model.units[look].kind == "block"]
+            shapes = {
+                (p.name, p.shape): p.local_elements(candidate.tp) if not p.is_expert else p.shape[-1] * p.shape[-2]
+                for unit in blocks
+                for p in unit.parameters
+                if len(p.shape) > 1
+            }
+            self._dummy_bytes[key] = self._parameter_bytes * sum(shapes.values())
+        return self._dummy_bytes[key]
+
+    def _crossing(self, at: int, candidate: Candidate) -> int:
+        """The value of one micro-batch that goes into the unit at this place; 0 behind the last one."""
+        if not 0 < at < len(self._model.units):
+            return 0
+        parts = candidate.tp if candidate.sequence_parallel else 1
+        return round(num_tokens(candidate, self._seq) * self._model.units[at].input_bytes / parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnitBytes:
+    kept: int
+    recomputed: int
+    working: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkBytes:
+    kept: int
+    recomputed: int
+    working: int
+    logits: int
+    taken: int  # the value that comes in, or its gradient
+    given: int  # the value that goes out
+
+    @property
+    def added(self) -> int:
+        return self.recomputed + self.working + self.logits
+
+
+def num_tokens(candidate: Candidate, seq: int) -> int:
+    """Tokens of one micro-batch on one rank."""
+    return -(-candidate.micro_batch_size * seq // candidate.cp)
+
+
+def _cutting(candidate: Candidate) -> tuple[object, ...]:
+    return (
+        candidate.micro_batch_size, candidate.cp, candidate.tp, candidate.sequence_parallel, candidate.recompute,
+    )  # fmt: skip
+
+
+def _most(vectors: Sequence[tuple[int, ...]], weights: Sequence[int]) -> int:
+    return max((sum(n * w for n, w in zip(vector, weights, strict=True)) for vector in vectors), default=0)

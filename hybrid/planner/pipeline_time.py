@@ -1,0 +1,149 @@
+"""Seconds of a pipeline schedule for uneven chunks, fast enough to price thousands of layouts.
+
+The action lists are those of `contracts/schedule.py`. They are turned into plain numbers once per shape and played
+through with the costs of each layout; `contracts/schedule_timing.time_schedule` gives the same with names. Of many
+micro-batches only the first are played: in the steady state each further one (each group of num_stages, where a rank
+has several chunks) takes one period more.
+
+The period of 1f1b is its longest cycle. Between the ranks r and s a micro-batch goes forth and back while the ranks'
+order lets s - r + 1 others follow it, so the cycle of these ranks is
+
+    (sum over r..s of forward and backward + twice the transfers between them) / (s - r + 1)
+
+of which r = s, the slowest rank by itself, is the longest where transfers are short. A test compares with the whole
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from hybrid.contracts.schedule import ActionKind, make_schedule
+
+__all__ = ["PipelineSeconds", "pipeline_seconds"]
+
+# Micro-batches up to which a schedule is played whole, in multiples of the number of stages; and the most actions for
+# which a second play is worth its time, to tell the period of interleaved chunks.
+_PLAYED_TURNS = 3
+_MOST_ACTIONS = 6000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSeconds:
+    """Per pipeline rank: when its last action ends, and how long it computed."""
+
+    end_seconds: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
+
+
+# (rank, chunk, is forward, index of the action on another rank that it reads or -1, cut that this crosses), in an order
+# in which all that each reads comes before it.
+_Program = tuple[tuple[int, int, bool, int, int], ...]
+
+
+def pipeline_seconds(
+    name: str,
+    *,
+    num_stages: int,
+    num_micro_batches: int,
+    virtual_stages: int,
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfer_seconds: Sequence[float],
+) -> PipelineSeconds:
+    """Costs per chunk, transfers per cut between chunks."""
+    p, m, v = num_stages, num_micro_batches, virtual_stages
+    busy = tuple(
+        m * sum(forward_seconds[chunk] + backward_seconds[chunk] for chunk in range(rank, p * v, p))
+        for rank in range(p)
+    )
+    if p == 1:
+        return PipelineSeconds(end_seconds=busy, busy_seconds=busy)
+    costs = forward_seconds, backward_seconds, transfer_seconds
+    played = m if m <= _PLAYED_TURNS * p else _PLAYED_TURNS * p
+    ends = _play(_program(name, p, played, v), p, *costs)
+    if played < m:
+        more = m - played
+        period = max(busy) / m
+        if name == "gpipe":  # forwards wait for the slowest rank, backwards for the slowest of those behind
+            slowest = max(forward_seconds)
+            ends = [end + more * (slowest + max(backward_seconds[rank:])) for rank, end in enumerate(ends)]
+            return PipelineSeconds(end_seconds=tuple(ends), busy_seconds=busy)
+        if v == 1:
+            period = _period(*costs)
+        elif 2 * p * v * played <= _MOST_ACTIONS:
+            before = _play(_program(name, p, played - p, v), p, *costs)
+            period = max(period, max(end - earlier for end, earlier in zip(ends, before, strict=True)) / p)
+        ends = [end + more * period for end in ends]
+    return PipelineSeconds(end_seconds=tuple(ends), busy_seconds=busy)
+
+
+def _period(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]) -> float:
+    """The longest cycle of 1f1b per micro-batch."""
+    work = [a + b for a, b in zip(forward, backward, strict=True)]
+    longest = max(work)
+    if not any(transfer):
+        return longest
+    sums = [0.0, *accumulate(work)]
+    ways = [0.0, *accumulate(2 * seconds for seconds in transfer)]
+    size = len(work)
+    for first in range(size):
+        for last in range(first + 1, size):
+            cycle = sums[last + 1] - sums[first] + ways[last] - ways[first]
+            longest = max(longest, cycle / (last - first + 1))
+    return longest
+
+
+@lru_cache(maxsize=512)
+def _program(name: str, p: int, m: int, v: int) -> _Program:
+    schedule = make_schedule(name, num_stages=p, num_micro_batches=m, virtual_stages=v)
+    # Numbers instead of `schedule.dependencies`, which takes ten times as long: an action is (chunk, forward or
+    # backward, micro-batch); that a backward comes behind its own forward follows from the order of its rank.
+    places = m * p * v
+    orders = [
+        [(action.chunk, action.kind is ActionKind.F, action.micro_batch) for action in order]
+        for order in schedule.actions
+    ]
+    index = [-1] * (2 * places)
+    steps: list[tuple[int, int, bool, int, int]] = []
+    reached = [0] * p
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, order in enumerate(orders):
+            for chunk, is_forward, micro_batch in order[reached[rank] :]:
+                source, cut = -1, 0
+                own = chunk * m + micro_batch + (0 if is_forward else places)
+                if is_forward and chunk > 0:
+                    source, cut = index[own - m], chunk - 1
+                elif not is_forward and chunk < p * v - 1:
+                    source, cut = index[own + m], chunk
+                if source < 0 and chunk != (0 if is_forward else p * v - 1):
+                    break
+                index[own] = len(steps)
+                steps.append((rank, chunk, is_forward, source, cut))
+                reached[rank] += 1
+                has_moved = True
+    return tuple(steps)
+
+
+def _play(
+    program: _Program, p: int, forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]
+) -> list[float]:
+    """When each rank ends."""
+    free = [0.0] * p
+    ends: list[float] = []
+    append = ends.append
+    for rank, chunk, is_forward, source, cut in program:
+        start = free[rank]
+        if source >= 0:
+            arrival = ends[source] + transfer[cut]
+            if arrival > start:
+                start = arrival
+        end = start + (forward[chunk] if is_forward else backward[chunk])
+        free[rank] = end
+        append(end)
+    return free

@@ -1,0 +1,271 @@
+"""The answer: ranked layouts of one request, each with its memory, its time and the strategy that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from hybrid.contracts.cluster import Cluster
+from hybrid.errors import PlanError
+from hybrid.planner.advice import Advice, advise
+from hybrid.planner.cost import StepTime
+from hybrid.planner.job import Candidate, Job, OptimizerSpec, Precision
+from hybrid.planner.memory import MemoryPlan
+from hybrid.planner.rank_order import best_rank_order
+from hybrid.planner.request import Request
+from hybrid.planner.request_reading import make_request
+from hybrid.planner.search import Fit, Priced, Progress, SearchResult, search
+from hybrid.planner.strategy_of import strategy_of
+from hybrid.planner.unlock import nearest_change
+from hybrid.strategy import DistributedStrategy
+
+__all__ = ["Plan", "Plans", "plan", "plan_request"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One layout.
+
+    Args:
+        job: what it is for; its cluster is in the rank order of the plan.
+        candidate: degrees, ZeRO stage, micro-batch, ...
+        memory, fit: bytes of each pipeline rank, and whether they fit.
+        time: of one step, with its parts.
+        rank_order: which device of the cluster, by number, each rank runs on.
+    """
+
+    job: Job
+    candidate: Candidate
+    memory: MemoryPlan
+    fit: Fit
+    time: StepTime
+    rank_order: tuple[int, ...]
+
+    @property
+    def strategy(self) -> DistributedStrategy:
+        """What `distributed_model(model, strategy=...)` takes.
+
+        Raises:
+            PlanError: a layout that this version cannot run (`--all`).
+        """
+        return strategy_of(self.job, self.candidate)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.job.global_batch_size * self.job.seq / self.time.total_seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model flops (three forwards, the whole attention square, no recompute) per device."""
+        tokens = self.job.global_batch_size * self.job.seq
+        flops = self.job.model.step_flops_per_token(self.job.seq) * tokens
+        return flops / self.time.total_seconds / self.job.cluster.num_devices
+
+    @property
+    def model_flops_utilization(self) -> float:
+        """`flops_per_second` over the peak of the device in the compute dtype."""
+        return self.flops_per_second / self.job.cluster.device.flops[self.job.precision.compute]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        candidate, worst = self.candidate, self.memory.worst
+        return {
+            "layout": {
+                "tp": candidate.tp,
+                "pp": candidate.pp,
+                "dp_replicate": candidate.dp_replicate,
+                "shard_size": candidate.dp_shard,
+                "cp": candidate.cp,
+                "ep": candidate.ep,
+                "sequence_parallel": candidate.sequence_parallel,
+                "zero_stage": candidate.zero_stage,
+                "schedule": candidate.schedule,
+                "virtual_stages": candidate.virtual_stages,
+                "micro_batch_size": candidate.micro_batch_size,
+                "accumulate_steps": candidate.num_micro_batches,
+                "recompute": candidate.recompute,
+                "grad_reduce": candidate.grad_reduce,
+                "reshard_after": candidate.reshard_after,
+            },
+            "step_seconds": self.time.total_seconds,
+            "time_parts_seconds": dict(self.time.parts),
+            "binding": self.time.binding,
+            "tokens_per_second": self.tokens_per_second,
+            "flops_per_second_per_device": self.flops_per_second,
+            "model_flops_utilization": self.model_flops_utilization,
+            "memory_parts_bytes": dict(worst.parts),
+            "tensors_bytes": worst.tensors_bytes,
+            "reserved_bytes": _interval(worst.reserved),
+            "device_bytes": _interval(worst.device),
+            "chance_of_running_out": self.fit.chance_of_running_out,
+            "rank_order": _order(self.rank_order),
+        }
+
+
+def _interval(interval: Any) -> dict[str, float]:
+    return {"low": interval.low, "expected": interval.expected, "high": interval.high}
+
+
+def _order(order: tuple[int, ...]) -> list[int] | str:
+    return "as the cluster" if order == tuple(range(len(order))) else list(order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans(Sequence[Plan]):
+    """The plans of one request, best first; and what was found on the way.
+
+    Args:
+        request: what was asked.
+        plans: at most `request.num_plans`.
+        result: rejected layouts by reason, counts, seconds.
+        advice: about the best one.
+    """
+
+    request: Request
+    plans: tuple[Plan, ...]
+    result: SearchResult
+    advice: Advice
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+    @property
+    def strategy(self) -> DistributedStrategy:
+        """Of the best plan."""
+        return self.best.strategy
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+        return self.plans[index]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        job = self.request.job
+        return {
+            "model": {"name": job.model.name, "source": job.model.source, "num_parameters": job.model.num_parameters},
+            "cluster": {"name": job.cluster.name, "num_devices": job.cluster.num_devices},
+            "global_batch_size": job.global_batch_size,
+            "seq": job.seq,
+            "plans": [one.to_dict() for one in self.plans],
+            "advice": self.advice.to_dict(),
+            "rejected": [
+                {"rule": rejection.rule, "count": rejection.count, "first": rejection.text}
+                for rejection in self.result.rejections
+            ],
+            "num_considered": self.result.num_considered,
+            "num_priced": self.result.num_priced,
+            "search_seconds": self.result.seconds,
+        }
+
+
+def plan(
+    model: Any,
+    cluster: Cluster | str | Path | Mapping[str, Any],
+    *,
+    global_batch_size: int,
+    seq: int | None = None,
+    sample: Any = None,
+    network: str | None = None,
+    oversubscription: float | None = None,
+    rails: bool | None = None,
+    nodes_per_leaf: int | None = None,
+    domain: int | None = None,
+    precision: str | Precision = "bf16",
+    optimizer: str | OptimizerSpec = "adamw",
+    flash_attention: bool = True,
+    fixed: Mapping[str, Any] | str = "",
+    include_unbuilt: bool = False,
+    risk: float = 0.05,
+    memory_bytes: float | None = None,
+    num_plans: int = 10,
+    progress: Progress | None = None,
+) -> Plans:
+    """The layouts of a model on a cluster that train fastest and fit.
+
+    Args:
+        model: a preset's name (`llama3-70b`), a path to a Hugging Face `config.json`, a `transformers` config, a
+            `ModelSpec`, or any `nn.Module` (then with `sample`, an example batch that its forward takes).
+        cluster: `16x8xH100`, the path of a YAML file, or a `Cluster`.
+        global_batch_size: samples per optimizer step.
+        seq: tokens per sample; the model's own default if not given.
+        sample: an example batch for a live module; a micro-batch of one sample, best.
+        network, oversubscription, rails, nodes_per_leaf, domain: of a shorthand cluster, as `parse_cluster` and
+            `hybrid cluster show` take them.
+        precision: `bf16`, `fp16` or `fp32`, or a `Precision`.
+        optimizer: a name in `hybrid.planner.request_reading.OPTIMIZERS`, or an `OptimizerSpec`.
+        flash_attention: False where scores are stored.
+        fixed: what is decided already: `{"tp": 4}` or `"tp=4,pp=2"`.
+        include_unbuilt: also layouts that this version cannot run (context and expert parallel).
+        risk: highest accepted chance of running out of memory.
+        memory_bytes: of a device, if not all of it may be used.
+        num_plans: how many to return.
+        progress: called with (bases looked at, all bases).
+
+    Raises:
+        PlanError: bad input, all of it at once; or nothing fits, with what is missing and the nearest change.
+    """
+    request = make_request(
+        model,
+        cluster,
+        global_batch_size=global_batch_size,
+        seq=seq,
+        sample=sample,
+        network=network,
+        oversubscription=oversubscription,
+        rails=rails,
+        nodes_per_leaf=nodes_per_leaf,
+        domain=domain,
+        precision=precision,
+        optimizer=optimizer,
+        flash_attention=flash_attention,
+        fixed=fixed,
+        include_unbuilt=include_unbuilt,
+        risk=risk,
+        memory_bytes=memory_bytes,
+        num_plans=num_plans,
+    )
+    return plan_request(request, progress=progress)
+
+
+def plan_request(request: Request, *, progress: Progress | None = None) -> Plans:
+    """As `plan`, for a request that is made already."""
+    result = search(request, progress=progress)
+    if not result.found:
+        raise PlanError(_nothing_fits(request, result))
+    plans = tuple(_with_rank_order(request.job, priced) for priced in result.found)
+    plans = tuple(sorted(plans, key=lambda one: (one.time.total_seconds, one.candidate.label)))
+    return Plans(request=request, plans=plans, result=result, advice=advise(request, result, plans[0].time))
+
+
+def _with_rank_order(job: Job, priced: Priced) -> Plan:
+    order, ordered, time = best_rank_order(job, priced.candidate, priced.time)
+    return Plan(
+        job=ordered, candidate=priced.candidate, memory=priced.memory, fit=priced.fit, time=time, rank_order=order
+    )
+
+
+def _nothing_fits(request: Request, result: SearchResult) -> str:
+    job = request.job
+    what = f"no layout of {job.model.name} on {job.cluster.name} with a global batch of {job.global_batch_size}"
+    if result.too_large:
+        nearest = result.too_large[0]
+        return (
+            f"{what} fits into {nearest.fit.limit_bytes / 1e9:.1f} GB per device: the nearest, "
+            f"{nearest.candidate.label}, needs {nearest.fit.needed_bytes / 1e9:.1f} GB, "
+            f"{nearest.fit.over_bytes / 1e9:.1f} GB more{nearest_change(request)}"
+        )
+    reasons = "; ".join(f"{rejection.text} ({rejection.count} layouts)" for rejection in result.rejections[:4])
+    return f"{what} can be tried: {reasons or 'nothing is left of what is fixed'}"

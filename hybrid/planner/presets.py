@@ -1,0 +1,62 @@
+"""Models by name: their published dimensions, in `data/models.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from hybrid.errors import PlanError
+from hybrid.planner.hugging_face import architecture_of
+from hybrid.planner.model_spec import ModelSpec
+from hybrid.planner.nearest import nearest
+from hybrid.planner.transformer import transformer_spec
+
+__all__ = ["preset", "preset_names", "preset_table"]
+
+
+@lru_cache(maxsize=1)
+def preset_table() -> Mapping[str, Mapping[str, Any]]:
+    """Name -> its entry: `config` (fields of a config.json), `parameters` (published), `source`."""
+    text = resources.files("hybrid.planner").joinpath("data/models.yaml").read_text(encoding="utf-8")
+    found: dict[str, Mapping[str, Any]] = {}
+    for family in yaml.safe_load(text).values():
+        shared = family.get("shared", {})
+        for name, entry in family["models"].items():
+            found[name] = {**entry, "config": {**shared, **entry["config"]}}
+    return found
+
+
+def preset_names() -> tuple[str, ...]:
+    return tuple(preset_table())
+
+
+def preset(name: str, **changes: Any) -> ModelSpec:
+    """A model by name; upper case, `_` and a vendor in front of a slash make no difference.
+
+    Args:
+        name: one of `preset_names()`.
+        changes: fields of `Architecture` to replace, such as `layers=4` or `activation_bytes=4`.
+
+    Raises:
+        PlanError: no model of that name; with the nearest names.
+    """
+    table = preset_table()
+    known = {_plain(other): other for other in table}
+    found = known.get(_plain(name))
+    if found is None:
+        raise PlanError(
+            f"no model is known as {name!r}{nearest(_plain(name), table)}; a config.json, a folder with one, or the "
+            "module itself with an example batch works too"
+        )
+    entry = table[found]
+    architecture = architecture_of(entry["config"], name=found, **changes)
+    notes = (str(entry["note"]),) if "note" in entry else ()
+    return transformer_spec(architecture, source=f"preset {found}: {entry['source']}", notes=notes)
+
+
+def _plain(name: str) -> str:
+    return name.rpartition("/")[2].lower().replace("_", "-").removesuffix("-hf")

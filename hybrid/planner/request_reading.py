@@ -1,0 +1,193 @@
+"""From what `hybrid.plan` and `hybrid plan` are given to a `Request`: every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid.contracts.cluster import Cluster, parse_cluster
+from hybrid.errors import PlanError
+from hybrid.planner.describe_model import spec_of
+from hybrid.planner.job import Job, OptimizerSpec, Precision
+from hybrid.planner.model_spec import ModelSpec
+from hybrid.planner.request import Request, read_fixed
+
+__all__ = ["OPTIMIZERS", "PRECISIONS", "make_request"]
+
+# Bytes as `distributed_model` keeps them: bf16 and fp16 mean amp level O2 with fp32 accumulation of gradients.
+PRECISIONS: Mapping[str, Precision] = {
+    "bf16": Precision(),
+    "fp16": Precision(compute="fp16"),
+    "fp32": Precision(compute="fp32", parameter=4, gradient=4, reduce=4, master=0, activation=4),
+}
+OPTIMIZERS: Mapping[str, OptimizerSpec] = {
+    "adamw": OptimizerSpec(),
+    "adam": OptimizerSpec(name="Adam"),
+    "sgd": OptimizerSpec(name="SGD", state=0),
+    "sgd-momentum": OptimizerSpec(name="SGD with momentum", state=4),
+    "adafactor": OptimizerSpec(name="Adafactor", state=1, is_element_wise=False),
+    "muon": OptimizerSpec(name="Muon", state=4, is_element_wise=False),
+}
+
+
+def make_request(
+    model: Any,
+    cluster: Cluster | str | Path | Mapping[str, Any],
+    *,
+    global_batch_size: int,
+    seq: int | None = None,
+    sample: Any = None,
+    network: str | None = None,
+    oversubscription: float | None = None,
+    rails: bool | None = None,
+    nodes_per_leaf: int | None = None,
+    domain: int | None = None,
+    precision: str | Precision = "bf16",
+    optimizer: str | OptimizerSpec = "adamw",
+    flash_attention: bool = True,
+    fixed: Mapping[str, Any] | str = "",
+    include_unbuilt: bool = False,
+    risk: float = 0.05,
+    memory_bytes: float | None = None,
+    num_plans: int = 10,
+) -> Request:
+    """Read every part of what `plan` is asked.
+
+    Raises:
+        PlanError: all that is wrong, at once.
+    """
+    problems: list[str] = []
+    made: dict[str, Any] = {}
+
+    def read(name: str, make: Any) -> None:
+        try:
+            made[name] = make()
+        except PlanError as error:
+            problems.extend(error.problems)
+
+    links = {
+        "network": network,
+        "oversubscription": oversubscription,
+        "rails": rails,
+        "nodes_per_leaf": nodes_per_leaf,
+        "domain": domain,
+    }
+    read("cluster", lambda: _cluster(cluster, {name: value for name, value in links.items() if value is not None}))
+    read("model", lambda: model if isinstance(model, ModelSpec) else spec_of(model, seq=seq, sample=sample))
+    read("fixed", lambda: read_fixed(fixed))
+    read("precision", lambda: _named("precision", precision, PRECISIONS, Precision))
+    read("optimizer", lambda: _named("optimizer", optimizer, OPTIMIZERS, OptimizerSpec))
+    problems += _number_problems(
+        global_batch_size=global_batch_size, seq=seq, risk=risk, memory_bytes=memory_bytes, num_plans=num_plans
+    )
+    if "model" in made:
+        problems += _length_problems(made["model"], seq)
+    if problems:
+        raise PlanError(problems)
+    job = Job(
+        model=made["model"],
+        cluster=made["cluster"],
+        global_batch_size=global_batch_size,
+        seq=seq or made["model"].default_seq,
+        precision=made["precision"],
+        optimizer=made["optimizer"],
+        is_flash=flash_attention,
+    )
+    request = Request(
+        job=job,
+        fixed=made["fixed"],
+        is_all=include_unbuilt,
+        risk=risk,
+        memory_bytes=memory_bytes,
+        num_plans=num_plans,
+    )
+    wrong = _contradictions(request)
+    if wrong:
+        raise PlanError(wrong)
+    return request
+
+
+def _cluster(given: Any, links: Mapping[str, Any]) -> Cluster:
+    if not isinstance(given, Cluster):
+        return parse_cluster(given, **links)
+    if links:
+        raise PlanError(f"{', '.join(links)} describe a shorthand; this cluster says itself what links it has")
+    if given.refusal is not None:
+        raise PlanError(given.refusal)
+    return given
+
+
+def _named(what: str, given: Any, known: Mapping[str, Any], kind: type) -> Any:
+    if isinstance(given, kind):
+        return given
+    found = known.get(str(given).lower())
+    if found is None:
+        raise PlanError(f"{what} {given!r} is not known; known: {', '.join(known)}")
+    return found
+
+
+def _number_problems(*, risk: float, memory_bytes: float | None, **counts: int | None) -> list[str]:
+    problems = [
+        f"{name} = {value!r}: expected a whole number of at least 1"
+        for name, value in counts.items()
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+    ]
+    if not 0 < risk < 1:
+        problems.append(f"risk = {risk}: expected a chance between 0 and 1, such as 0.05")
+    if memory_bytes is not None and memory_bytes <= 0:
+        problems.append(f"memory_bytes = {memory_bytes}: expected the bytes of a device, above 0")
+    return problems
+
+
+def _length_problems(model: ModelSpec, seq: int | None) -> list[str]:
+    if not isinstance(seq, int):
+        return []
+    if model.is_seq_fixed and seq != model.default_seq:
+        return [f"seq = {seq}, but {model.name} was measured with {model.default_seq} tokens per sample: leave seq out"]
+    if model.max_seq and seq > model.max_seq:
+        return [f"seq = {seq}: {model.name} takes at most {model.max_seq} tokens"]
+    return []
+
+
+def _contradictions(request: Request) -> list[str]:
+    """Fixed values that exclude each other or the size of the world."""
+    job, fixed = request.job, request.fixed
+    world, batch = job.cluster.num_devices, job.global_batch_size
+    problems: list[str] = []
+    names = {"dp_shard": "shard_size"}
+    product = 1
+    for name in ("tp", "pp", "cp", "dp_shard", "dp_replicate"):
+        product *= fixed.get(name, 1)
+    shown = " × ".join(
+        f"{names.get(name, name)} {fixed[name]}"
+        for name in ("tp", "pp", "cp", "dp_shard", "dp_replicate")
+        if name in fixed
+    )
+    if shown and world % product:
+        total = f" = {product}" if "×" in shown else ""
+        problems.append(f"{shown}{total} does not divide the {world} devices of {job.cluster.name}")
+    if fixed.get("zero_stage") == 0 and fixed.get("dp_shard", 1) > 1:
+        problems.append(
+            f"zero_stage 0 cuts nothing, but shard_size is {fixed['dp_shard']}: give stage 1, 2 or 3, or no shard_size"
+        )
+    if fixed.get("zero_stage", 3) < 3 and fixed.get("reshard_after") == "run":
+        problems.append("reshard_after 'run' is of zero_stage 3 only")
+    if fixed.get("zero_stage", 3) < 2 and fixed.get("grad_reduce") == "every_micro_batch":
+        problems.append("grad_reduce 'every_micro_batch' is of zero_stage 2 and 3 only")
+    if fixed.get("virtual_stages", 1) > 1 and fixed.get("schedule", "interleaved") != "interleaved":
+        problems.append(
+            f"virtual_stages {fixed['virtual_stages']} needs schedule 'interleaved', not {fixed['schedule']!r}"
+        )
+    if fixed.get("virtual_stages", 1) > 1 and fixed.get("pp") == 1:
+        problems.append(f"virtual_stages {fixed['virtual_stages']} needs a pipeline, but pp is 1")
+    if fixed.get("sequence_parallel") and fixed.get("tp") == 1:
+        problems.append("sequence_parallel needs tp of 2 or more, but tp is 1")
+    if not request.is_all:
+        for name in ("cp", "ep"):
+            if fixed.get(name, 1) > 1:
+                problems.append(f"{name} {fixed[name]}: this version of hybrid cannot run it; with --all it is priced")
+    size = fixed.get("micro_batch_size", 1) * fixed.get("num_micro_batches", 1)
+    if batch % size:
+        problems.append(f"micro_batch_size × accumulate_steps = {size} does not divide the global batch {batch}")
+    return problems

@@ -1,0 +1,257 @@
+"""Time of one unit of a model on one rank: a forward and a backward of one micro-batch, in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid.contracts.cluster import DeviceKind, GroupLinks
+from hybrid.planner.collectives import Collective, Fabric, collective_seconds
+from hybrid.planner.matmul import attention_seconds, matmul_seconds
+from hybrid.planner.model_spec import AttentionSpec, MatmulSpec, Recompute, UnitSpec
+from hybrid.planner.software import Software
+
+__all__ = ["PhaseSeconds", "UnitSeconds", "UnitSetting", "unit_time"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeconds:
+    """A forward or a backward. `host` is what launching takes beyond the device's time."""
+
+    compute: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    host: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.attention + self.elementwise + self.host + self.tp + self.cp + self.ep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """`recompute` runs before the backward, all of it, its communication included."""
+
+    forward: PhaseSeconds
+    backward: PhaseSeconds
+    recompute: float = 0.0
+
+    @property
+    def backward_total(self) -> float:
+        return self.backward.total + self.recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSetting:
+    """What the time of a unit depends on beside the unit.
+
+    Args:
+        device, fabric, software: what runs it.
+        dtype: of products.
+        activation: bytes of an element that travels or is stored.
+        hidden: width between blocks.
+        batch: samples of a micro-batch.
+        seq: tokens per sample, whole.
+        tp, cp, ep: ranks.
+        sequence_parallel, recompute, is_flash: as in the candidate and the job.
+        tp_links, cp_links, ep_links: of the groups; None for one rank.
+    """
+
+    device: DeviceKind
+    fabric: Fabric
+    software: Software
+    dtype: str
+    activation: int
+    hidden: int
+    batch: float
+    seq: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    is_flash: bool = True
+    tp_links: GroupLinks | None = None
+    cp_links: GroupLinks | None = None
+    ep_links: GroupLinks | None = None
+
+    @property
+    def tokens(self) -> float:
+        """Per rank and micro-batch, before tensor parallel."""
+        return self.batch * self.seq / self.cp
+
+    @property
+    def whole_tokens(self) -> float:
+        """Per rank, of what tensor parallel does not cut: a part of them under sequence parallel."""
+        return self.tokens / self.tp if self.sequence_parallel else self.tokens
+
+
+def unit_time(unit: UnitSpec, setting: UnitSetting) -> UnitSeconds:
+    """The parts of a forward and a backward, and what is computed again between them."""
+    forward = _phase(unit, setting, is_backward=False)
+    backward = _phase(unit, setting, is_backward=True)
+    match setting.recompute if unit.kind == "block" else "none":
+        case "full":
+            recompute = forward.total
+        case "selective":
+            launches = setting.software.launch_seconds * setting.software.kernel_fraction * unit.num_kernels
+            recompute = max(forward.elementwise, launches / 2)
+        case "core_attention":
+            recompute = forward.attention
+        case _:
+            recompute = 0.0
+    return UnitSeconds(forward=forward, backward=backward, recompute=recompute)
+
+
+def _phase(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> PhaseSeconds:
+    software = setting.software
+    compute = sum(_matmul(matmul, setting, is_backward=is_backward) for matmul in unit.matmuls)
+    attention = sum(_attention(spec, unit, setting, is_backward=is_backward) for spec in unit.attentions)
+    elementwise = _elementwise(unit, setting, is_backward=is_backward)
+    hidden = software.tp_overlap_fraction
+    if is_backward:
+        # Weight gradients hide the sum of an input gradient; of a gather and a scatter, which take its place under
+        # sequence parallel, only the scatter: the gradient that has to be gathered comes before both products.
+        behind = software.tp_backward_overlap_fraction / (2 if setting.sequence_parallel else 1)
+        hidden = max(hidden, behind)
+    tp = _tensor_parallel(unit, setting, is_backward=is_backward) * (1.0 - hidden)
+    cp = _context_parallel(unit, setting, is_backward=is_backward)
+    cp = max(cp - attention * software.cp_overlap_fraction, 0.0)
+    ep = _expert_parallel(unit, setting) * (1.0 - software.ep_overlap_fraction)
+    launches = (unit.num_kernels * software.kernel_fraction + _num_collectives(unit, setting)) * software.launch_seconds
+    launches *= software.backward_launch_factor if is_backward else 1.0
+    device = compute + attention + elementwise + tp + cp + ep
+    return PhaseSeconds(
+        compute=compute,
+        attention=attention,
+        elementwise=elementwise,
+        host=max(0.0, launches - device),
+        tp=tp,
+        cp=cp,
+        ep=ep,
+    )
+
+
+def _matmul(matmul: MatmulSpec, setting: UnitSetting, *, is_backward: bool) -> float:
+    parts = min(setting.tp, matmul.min_parts) if matmul.min_parts else setting.tp
+    k, n = float(matmul.in_features), float(matmul.out_features)
+    rows, groups = setting.tokens * matmul.tokens_share, 1
+    if matmul.cut == "column":
+        n = -(-n // parts)
+    elif matmul.cut == "row":
+        k = -(-k // parts)
+    else:
+        rows = setting.whole_tokens * matmul.tokens_share
+    if matmul.num_groups > 1:
+        groups = max(1, matmul.num_groups // setting.ep)
+        rows /= groups
+    time = _product(setting, rows, k, n, groups)
+    if not is_backward:
+        return time
+    weight = _product(setting, k, rows, n, groups, is_weight=True)
+    return weight + (_product(setting, rows, n, k, groups) if matmul.has_input_gradient else 0.0)
+
+
+def _product(
+    setting: UnitSetting, m: float, k: float, n: float, groups: int, *, is_weight: bool = False, is_batch: bool = False
+) -> float:
+    time = matmul_seconds(
+        setting.device, m=m, k=k, n=n, dtype=setting.dtype, groups=groups, is_weight=is_weight, is_batch=is_batch
+    )
+    return time / setting.software.matmul_fraction
+
+
+def _attention(spec: AttentionSpec, unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
+    software = setting.software
+    heads = -(-spec.num_heads // setting.tp)
+    if setting.is_flash:
+        whole, half = (
+            attention_seconds(
+                setting.device,
+                batch=setting.batch,
+                heads=heads,
+                queries=setting.seq / setting.cp,
+                keys=setting.seq,
+                head_dim=spec.head_dim,
+                value_dim=spec.value_dim,
+                is_half=is_half,
+                dtype=setting.dtype,
+                is_backward=is_backward,
+            )
+            for is_half in (False, True)
+        )
+        skipped = software.is_causal_skipped if spec.is_causal else 0.0
+        return (whole + (half - whole) * skipped) / software.attention_fraction
+    groups = max(1, round(setting.batch * heads))
+    rows = setting.seq / setting.cp
+    scores = _product(setting, rows, spec.head_dim, setting.seq, groups, is_batch=True)
+    values = _product(setting, rows, setting.seq, spec.value_dim, groups, is_batch=True)
+    traffic = setting.tokens * setting.seq * unit.traffic_pairs / setting.tp * setting.activation / 2
+    softmax = traffic * software.pairs_fraction / len(unit.attentions)
+    softmax /= setting.device.memory_bytes_per_second * software.memory_fraction
+    if is_backward:
+        return 2.0 * (scores + values) + software.backward_pairs * softmax
+    return scores + values + softmax
+
+
+def _elementwise(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
+    software = setting.software
+    traffic = setting.whole_tokens * unit.traffic_whole + setting.tokens * unit.traffic_cut / setting.tp
+    traffic *= software.traffic_fraction * setting.activation / 2
+    traffic *= software.backward_traffic if is_backward else 1.0
+    return traffic / (setting.device.memory_bytes_per_second * software.memory_fraction)
+
+
+# ---------------------------------------------------------------- communication inside a unit
+
+
+def _collective(setting: UnitSetting, kind: Collective, num_bytes: float, links: GroupLinks | None) -> float:
+    return collective_seconds(kind, num_bytes, links, fabric=setting.fabric, software=setting.software)
+
+
+def _tensor_parallel(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
+    if setting.tp == 1 or not unit.num_tp_reductions:
+        return 0.0
+    links = setting.tp_links
+    value = setting.tokens * setting.hidden * setting.activation
+    gather = _collective(setting, "all_gather", value, links)
+    scatter = _collective(setting, "reduce_scatter", value, links)
+    reduce = _collective(setting, "all_reduce", value, links)
+    # A cut embedding sums what it looked up, on the way out only; a cut head sums the gradient of its input, on the way
+    # back only, and forward the three figures per token of the loss.
+    if unit.kind == "embedding":
+        if setting.sequence_parallel:
+            return gather if is_backward else scatter
+        return 0.0 if is_backward else reduce
+    if unit.kind == "head":
+        loss = 0.0 if is_backward else 3 * _collective(setting, "all_reduce", setting.tokens * 4, links)
+        if setting.sequence_parallel:
+            return scatter if is_backward else gather + loss
+        return reduce if is_backward else loss
+    return unit.num_tp_reductions * (gather + scatter if setting.sequence_parallel else reduce)
+
+
+def _num_collectives(unit: UnitSpec, setting: UnitSetting) -> int:
+    """That a forward or a backward launches, each of which takes the host as long as a kernel."""
+    count = unit.num_tp_reductions * (1 + setting.sequence_parallel) if setting.tp > 1 else 0
+    count += 2 if setting.ep > 1 and unit.expert_rows else 0
+    return count + (setting.cp - 1 if setting.cp > 1 and unit.attentions else 0)
+
+
+def _context_parallel(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
+    """Keys and values go once round the ring; backward they go again, with their gradients."""
+    if setting.cp == 1:
+        return 0.0
+    width = sum(-(-spec.num_kv_heads // setting.tp) * (spec.head_dim + spec.value_dim) for spec in unit.attentions)
+    passed = setting.tokens * width * setting.activation
+    time = (setting.cp - 1) * _collective(setting, "send", passed, setting.cp_links)
+    return time * (2.0 if is_backward else 1.0)
+
+
+def _expert_parallel(unit: UnitSpec, setting: UnitSetting) -> float:
+    if setting.ep == 1 or not unit.expert_rows:
+        return 0.0
+    rows = setting.whole_tokens * unit.expert_rows * setting.hidden * setting.activation
+    return 2 * _collective(setting, "all_to_all", rows, setting.ep_links)

@@ -1,0 +1,56 @@
+"""What would have to change: the nearest request under which something fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hybrid.planner.request import Request
+from hybrid.planner.search import SearchResult, search
+
+__all__ = ["nearest_change"]
+
+_SHOWN = {"dp_shard": "shard_size", "num_micro_batches": "accumulate_steps"}
+_MOST_HALVINGS = 6
+
+
+def nearest_change(request: Request) -> str:
+    """`"; with … it fits"` for the first of these that helps: one fixed value free, a shorter sample; else nothing."""
+    for words, changed in _changes(replace(request, num_plans=1)):
+        if search(changed).found:
+            return f"; {words} it fits"
+    return ""
+
+
+def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+    job = request.job
+    for name, value in request.fixed.items():
+        left = {other: kept for other, kept in request.fixed.items() if other != name}
+        yield f"without {_SHOWN.get(name, name)}={value}", replace(request, fixed=left)
+    if len(request.fixed) > 1:
+        yield "with nothing fixed", replace(request, fixed={})
+    if not job.is_flash:
+        yield "with a fused attention kernel (flash)", replace(request, job=replace(job, is_flash=True))
+    if not job.model.is_seq_fixed:
+        for halving in range(1, _MOST_HALVINGS + 1):
+            if job.seq % 2**halving:
+                break
+            seq = job.seq // 2**halving
+            yield f"with seq={seq}", replace(request, job=replace(job, seq=seq))
+
+
+def unlocks(result: SearchResult) -> tuple[str, ...]:
+    """What more memory would buy, cheapest first: `"+6.0 GB admits …, 9 % faster"`; each faster than the one before."""
+    if not result.found:
+        return ()
+    best = result.found[0]
+    told: list[str] = []
+    fastest = best.time.total_seconds
+    for larger in result.too_large:
+        if larger.time.total_seconds < fastest:
+            fastest = larger.time.total_seconds
+            gain = best.time.total_seconds / fastest - 1
+            told.append(
+                f"+{larger.fit.over_bytes / 1e9:.1f} GB admits {larger.candidate.label}, {gain:+.0%} throughput"
+            )
+    return tuple(told)

@@ -1,0 +1,3 @@
+"""Plans and timetables as tables and pictures for people."""
+
+__all__: list[str] = []

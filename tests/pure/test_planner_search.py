@@ -1,0 +1,203 @@
+"""The search: what it looks at, what it leaves out and says of it, and that its shortcuts change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from hybrid.errors import PlanError
+from hybrid.planner.constraints import problems_of
+from hybrid.planner.cost import step_time
+from hybrid.planner.job import Candidate
+from hybrid.planner.memory import memory
+from hybrid.planner.options import bases, shapes, state_options
+from hybrid.planner.plan import plan
+from hybrid.planner.request import Request, read_fixed
+from hybrid.planner.request_reading import make_request
+from hybrid.planner.search import fit_of, search, why
+
+
+def request_for(**changes: object) -> Request:
+    asked = {"model": "llama2-7b", "cluster": "2x4xA100-80GB", "global_batch_size": 16, "seq": 2048, "num_plans": 5}
+    given = asked | changes
+    return make_request(given.pop("model"), given.pop("cluster"), **given)  # type: ignore[arg-type]
+
+
+def everything(request: Request) -> list[Candidate]:
+    """Every candidate that keeps the rules, without a shortcut."""
+    found = []
+    for shape in shapes(request):
+        for base in chain.from_iterable(bases(request, shape)):
+            if not problems_of(request.job, base, is_all=request.is_all, is_tp_given="tp" in request.fixed):
+                found += list(state_options(request, base))
+    return found
+
+
+@pytest.mark.parametrize("fixed", ["", "tp=2", "pp=4"])
+def test_shortcuts_lose_no_better_plan(fixed: str) -> None:
+    """Bounds and the memory of smaller micro-batches only save work: the plans are those of a full search."""
+    request = request_for(fixed=fixed)
+    priced = [
+        (step_time(request.job, candidate).total_seconds, candidate.label)
+        for candidate in everything(request)
+        if fit_of(request, memory(request.job, candidate)).fits
+    ]
+    found = search(request).found
+    assert [(one.time.total_seconds, one.candidate.label) for one in found] == sorted(priced)[: len(found)]
+    assert len(found) == min(5, len(priced))
+
+
+def test_the_same_request_gives_the_same_answer() -> None:
+    """A plan that changes between two calls cannot be argued about."""
+    first, second = (search(request_for()) for _ in range(2))
+    assert [one.candidate for one in first.found] == [one.candidate for one in second.found]
+    assert first.rejections == second.rejections
+
+
+def test_every_plan_keeps_the_batch_and_the_devices_and_fits() -> None:
+    """Megatron-LM and others round the batch or leave devices idle without a word."""
+    request = request_for()
+    for one in search(request).found:
+        candidate = one.candidate
+        assert candidate.world_size == 8
+        assert candidate.dp * candidate.micro_batch_size * candidate.num_micro_batches == 16
+        assert one.fit.chance_of_running_out <= request.risk
+        assert one.fit.needed_bytes <= request.limit_bytes
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_every_plan_is_a_strategy_that_resolves_to_it(zero_stage: int) -> None:
+    """What is written to the file must be what was priced, for every kind of setting."""
+    plans = plan(
+        "llama2-7b", "1x8xH200", global_batch_size=16, seq=1024, fixed={"zero_stage": zero_stage}, num_plans=25
+    )
+    for one in plans:
+        candidate = one.candidate
+        resolved = one.strategy.resolve(8)
+        assert (resolved.zero_stage, resolved.shard_size) == (candidate.zero_stage, candidate.dp_shard)
+        assert resolved.accumulate_steps == candidate.num_micro_batches
+        assert resolved.micro_batch_size == candidate.micro_batch_size
+        assert (resolved.tensor_parallel.degree if resolved.tensor_parallel else 1) == candidate.tp
+        assert (resolved.pipeline.degree if resolved.pipeline else 1) == candidate.pp
+        assert (resolved.recompute.policy if resolved.recompute else "none") == candidate.recompute
+        if candidate.pp > 1:
+            assert resolved.pipeline is not None
+            assert (resolved.pipeline.schedule, resolved.pipeline.virtual_stages) == (
+                candidate.schedule,
+                candidate.virtual_stages,
+            )
+        if candidate.zero_stage >= 2:
+            assert resolved.grad_reduce == candidate.grad_reduce
+    assert len(plans) > 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("tp=3", "tp 3 does not divide the 8 devices"),
+        ("tp=4,pp=4", "tp 4 × pp 4 = 16 does not divide the 8 devices"),
+        ("zero_stage=0,shard_size=2", "zero_stage 0 cuts nothing, but shard_size is 2"),
+        ("cp=2", "cp 2: this version of hybrid cannot run it"),
+        ("virtual_stages=2,schedule=1f1b", "needs schedule 'interleaved', not '1f1b'"),
+        ("micro_batch_size=3", "= 3 does not divide the global batch 16"),
+        ("sequence_parallel=true,tp=1", "sequence_parallel needs tp of 2 or more"),
+        ("tpp=2", "unknown name; did you mean tp"),
+        ("tp", "expected name=value"),
+        ("tp=many", "expected a whole number"),
+        ("zero_stage=4", "expected 0, 1, 2 or 3"),
+        ("recompute=some", "expected one of none, core_attention, selective, full"),
+        ("tp=2,mp=4", "tp is given twice, as 2 and 4"),
+    ],
+)
+def test_contradictory_flags_are_refused_with_both_values(given: str, expected: str) -> None:
+    """A planner that drops one of two settings plans something else than was asked."""
+    with pytest.raises(PlanError) as caught:
+        request_for(fixed=given)
+    assert expected in str(caught.value)
+
+
+def test_all_problems_of_a_request_come_at_once() -> None:
+    """Fixing one mistake only to meet the next costs a user's patience."""
+    with pytest.raises(PlanError) as caught:
+        request_for(model="lama3-70b", cluster="2x4xH1000", precision="int3", global_batch_size=0, risk=2.0)
+    text = str(caught.value)
+    assert len(caught.value.problems) == 5
+    for part in ("llama3-70b", "H100", "int3", "global_batch_size = 0", "risk = 2.0"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("candidate", "rule", "part"),
+    [
+        (Candidate(tp=5, dp_replicate=1), "tensor", "tp = 5 does not divide 32 (attention heads)"),
+        (Candidate(pp=64, dp_replicate=1), "layers", "64 chunks for 34 layers"),
+        (Candidate(dp_replicate=3), "batch", "global batch 16 is no multiple of dp = 3"),
+        (
+            Candidate(pp=4, dp_replicate=2, schedule="interleaved", virtual_stages=2, num_micro_batches=6),
+            "schedule",
+            "6 is no multiple",
+        ),
+        (Candidate(zero_stage=1, dp_replicate=8), "sharding", "zero_stage 1 with shard_size 1 cuts nothing"),
+        (Candidate(zero_stage=0, dp_shard=8), "sharding", "zero_stage 0 cuts nothing"),
+        (Candidate(cp=2, dp_replicate=4), "not built", "cp = 2"),
+    ],
+)
+def test_each_rule_names_the_value_and_what_would_do(candidate: Candidate, rule: str, part: str) -> None:
+    """Opaque lists of allowed combinations are what people complain of."""
+    problems = problems_of(request_for().job, candidate)
+    assert any(problem.rule == rule and part in problem.text for problem in problems), problems
+
+
+def test_key_value_heads_need_a_divisor_or_copies() -> None:
+    """tp above the key-value heads works by copies; between the two it cannot."""
+    job = request_for(model="llama3-8b", cluster="4x8xA100-80GB", global_batch_size=32).job
+    whole = Candidate(dp_replicate=1)
+    assert not [one for one in problems_of(job, replace(whole, tp=16, dp_replicate=2)) if one.rule == "tensor"]
+    assert not [one for one in problems_of(job, replace(whole, tp=8, dp_replicate=4)) if one.rule == "tensor"]
+
+
+def test_tensor_parallel_over_nodes_is_priced_only_when_wanted() -> None:
+    """Its sums run over the network in every layer: 43 % slower in the measurements of others."""
+    free = request_for(cluster="4x2xA100-80GB")
+    assert all(one.candidate.tp <= 2 for one in search(free).found)
+    assert any(rejection.rule == "tp over nodes" for rejection in search(free).rejections)
+    plans = plan("llama2-7b", "4x2xA100-80GB", global_batch_size=16, seq=2048, fixed="tp=4")
+    assert {one.candidate.tp for one in plans} == {4}
+    assert any("crosses the fast links of 2 devices" in note for note in plans.advice.notes)
+    assert plans.best.time.total_seconds > search(free).found[0].time.total_seconds
+
+
+def test_nothing_fits_says_by_how_much_and_what_would() -> None:
+    """'Does not fit' alone leaves a user to guess."""
+    with pytest.raises(PlanError) as caught:
+        plan("llama3-70b", "1x8xA100-40GB", global_batch_size=8, seq=8192)
+    text = str(caught.value)
+    assert "needs" in text
+    assert "GB more" in text
+
+
+def test_nothing_fits_with_what_is_fixed_names_the_value_to_free() -> None:
+    """The nearest change that fits is often one flag."""
+    with pytest.raises(PlanError) as caught:
+        plan("llama2-7b", "1x8xA100-40GB", global_batch_size=8, seq=2048, fixed="zero_stage=0,tp=1,pp=1")
+    assert "without zero_stage=0 it fits" in str(caught.value)
+
+
+def test_why_tells_of_every_layout_that_was_asked_for() -> None:
+    """The answer to 'why not tp 4' is a sentence for each layout with it."""
+    told = why(replace(request_for(), fixed=read_fixed("tp=4,pp=1,micro_batch_size=8,recompute=none")))
+    assert told
+    for candidate, outcome in told:
+        assert candidate.tp == 4
+        assert "s a step" in outcome or "needs" in outcome
+    (refused,) = why(replace(request_for(model="llama3-8b", cluster="3x8xA100-80GB"), fixed={"tp": 3, "pp": 8}))
+    assert "does not divide 32 (attention heads)" in refused[1]
+
+
+def test_an_optimizer_that_needs_whole_parameters_keeps_tp_and_stage_3_out() -> None:
+    """The runtime refuses both; a plan for them could not start."""
+    found = search(request_for(cluster="1x8xH200", optimizer="muon", model="gpt3-1.3b")).found
+    assert found
+    assert all(one.candidate.tp == 1 and one.candidate.zero_stage < 3 for one in found)

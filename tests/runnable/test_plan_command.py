@@ -1,0 +1,68 @@
+"""`hybrid plan` from a shell: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid.strategy import DistributedStrategy
+from tests.runnable.command import hybrid
+
+SMALL = ("plan", "--model", "llama2-7b", "--cluster", "1x8xA100-80GB", "--global-batch", "16", "--seq", "2048")
+
+
+def test_the_answer_has_layouts_parts_advice_and_reasons(tmp_path: Path) -> None:
+    """A table of numbers without reasons is what planners are disliked for; the strategy is the one shown first."""
+    done = hybrid(*SMALL, "--out", "strategy.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for part in (
+        "llama2-7b (6.74 B parameters) on 1x8xA100-80GB",
+        "matrix products",
+        "optimizer state",
+        "on the device",
+        "binding:",
+        "largest loss:",
+        "measure first:",
+        "10 % slower",
+        "Left out",
+    ):
+        assert part in done.stdout, part
+    strategy = DistributedStrategy.load(tmp_path / "strategy.yaml")
+    resolved = strategy.resolve(8)
+    assert resolved.data_parallel_size * resolved.accumulate_steps * (resolved.micro_batch_size or 0) == 16
+
+
+def test_json_is_whole_and_agrees_with_itself(tmp_path: Path) -> None:
+    """Programs read it: parts add up to the step, and nothing but JSON is printed."""
+    done = hybrid(*SMALL, "--best", "3", "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert len(told["plans"]) == 3
+    for plan in told["plans"]:
+        assert sum(plan["time_parts_seconds"].values()) == pytest.approx(plan["step_seconds"])
+        assert sum(plan["memory_parts_bytes"].values()) == plan["tensors_bytes"]
+        assert plan["device_bytes"]["low"] <= plan["device_bytes"]["expected"] <= plan["device_bytes"]["high"]
+    seconds = [plan["step_seconds"] for plan in told["plans"]]
+    assert seconds == sorted(seconds)
+
+
+def test_why_explains_a_layout(tmp_path: Path) -> None:
+    """'Why not tp 8 with micro-batch 4?' must have an answer, also for what was never priced."""
+    done = hybrid(*SMALL, "--why", "tp=8,pp=1,micro_batch_size=4,zero_stage=0", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "tp8 pp1" in done.stdout
+    assert "s a step" in done.stdout or "needs" in done.stdout
+
+
+def test_bad_input_is_one_list_without_a_traceback(tmp_path: Path) -> None:
+    """Every problem at once, with the nearest names, exit code 2."""
+    done = hybrid(
+        "plan", "--model", "llama4-7b", "--cluster", "1x8xA200", "--global-batch", "16", "--fix", "tp=x", cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for part in ("llama2-7b", "A100", "tp=x"):
+        assert part in done.stderr

@@ -1,0 +1,125 @@
+"""Closed forms against the classes of Transformers: every parameter of each family, tiny and at full width."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hybrid.planner.describe_model import spec_of
+from hybrid.planner.model_spec import ModelSpec
+from hybrid.planner.presets import preset_table
+
+_SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 51}
+_LLAMA: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0}
+_LATENT: dict[str, Any] = {
+    **{**_LLAMA, "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 24, "n_group": 1},
+    **{"num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_nope_head_dim": 8},
+    **{"qk_rope_head_dim": 4, "v_head_dim": 6, "topk_group": 1},
+}
+# Type -> fields; a name in front of a slash tells variants of one type apart.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert/mlm": {**_SIZES, "intermediate_size": 64, "architectures": ["BertForMaskedLM"]},
+    "bert/pretraining": {**_SIZES, "intermediate_size": 64, "architectures": ["BertForPreTraining"]},
+    "deepseek_v2": {**_LATENT, "q_lora_rank": 12, "n_shared_experts": 2},
+    "deepseek_v2/lite": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v3": {**_LATENT, "q_lora_rank": 12, "n_shared_experts": 1},
+    "gemma": {**_LLAMA, "head_dim": 16},
+    "gemma2": {**_LLAMA, "head_dim": 16},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 51, "n_positions": 16},
+    "gpt_neo": {
+        **{"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 51, "max_position_embeddings": 16},
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "gpt_neox": {**_SIZES, "intermediate_size": 64},
+    "llama": _LLAMA,
+    "llama/biases": {**_LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": _LLAMA,
+    "mixtral": {**_LLAMA, "num_local_experts": 4},
+    "opt": {**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 16},
+    "opt/350m": {
+        **{**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 16},
+        "do_layer_norm_before": False,
+    },
+    "phi3": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": {**_LLAMA, "head_dim": 16},
+    "qwen3_moe": {**_LLAMA, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
+    "vit": {
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+        **{"image_size": 32, "patch_size": 8, "num_labels": 10},
+    },
+}
+_CLASSES = {
+    "bert/mlm": transformers.BertForMaskedLM,
+    "bert/pretraining": transformers.BertForPreTraining,
+    "vit": transformers.ViTForImageClassification,
+}
+
+
+def _config(family: str) -> Any:
+    return transformers.AutoConfig.for_model(family.partition("/")[0], **FAMILIES[family])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers warns of ids that lie outside of a tiny vocabulary."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def build(family: str) -> nn.Module:
+    """A tiny model on the meta device."""
+    with _quiet(), torch.device("meta"):
+        config = _config(family)
+        made = _CLASSES.get(family)
+        return made(config) if made is not None else transformers.AutoModelForCausalLM.from_config(config)
+
+
+def parameters_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name in the whole model -> shape; a tied one by its first name only."""
+    return {
+        f"{unit.name}.{one.name}" if unit.kind == "block" else one.name: one.shape
+        for unit in spec.units
+        for one in unit.parameters
+        if one.tied_to is None
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_gives_the_parameters_that_the_model_has(family: str) -> None:
+    """Names, shapes and what is tied: a strategy that is planned on them must fit the model."""
+    with _quiet():
+        spec = spec_of(_config(family))
+    model = build(family)
+    assert parameters_of(spec) == {name: tuple(one.shape) for name, one in model.named_parameters()}
+    assert spec.num_parameters == sum(one.numel() for one in model.parameters())
+    blocks = [unit.name for unit in spec.blocks]
+    order = [name for name, _ in model.named_parameters() if any(name.startswith(f"{block}.") for block in blocks)]
+    assert [f"{unit.name}.{one.name}" for unit in spec.blocks for one in unit.parameters] == order
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2-xl", "opt-66b", "internlm-20b", "llama3-70b", "qwen3-235b-a22b", "gemma2-27b", "deepseek-v3"]
+)
+def test_a_preset_is_the_class_of_transformers_at_full_size(name: str) -> None:
+    """Each family once, on the meta device: the count is not only what we believe to be published."""
+    config = dict(preset_table()[name]["config"])
+    with _quiet(), torch.device("meta"):
+        made = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+        # One block of each kind is enough; all are alike.
+        made.num_hidden_layers = min(4, made.num_hidden_layers)
+        if hasattr(made, "layer_types"):
+            made.layer_types = made.layer_types[:4]
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    spec = spec_of(name, layers=made.num_hidden_layers)
+    assert spec.num_parameters == sum(one.numel() for one in model.parameters())
