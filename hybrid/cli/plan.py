@@ -63,6 +63,10 @@ def plan(
     ] = None,
     precision: Annotated[str, typer.Option("--precision", metavar="|".join(PRECISIONS))] = "bf16",
     optimizer: Annotated[str, typer.Option("--optimizer", metavar="|".join(OPTIMIZERS))] = "adamw",
+    software: Annotated[
+        str | None,
+        typer.Option("--software", metavar="NAME", help="Constants of another stack, as megatron-core-2024."),
+    ] = None,
     flash: Annotated[bool, typer.Option("--flash/--no-flash", help="Attention that stores no scores.")] = True,
     fix: Annotated[
         str, typer.Option("--fix", metavar="tp=4,pp=2", help="What is decided already.", show_default=False)
@@ -71,7 +75,7 @@ def plan(
         str, typer.Option("--why", metavar="tp=4,pp=2", help="Tell what became of these layouts.", show_default=False)
     ] = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what this version cannot run: context and expert parallel.")
+        bool, typer.Option("--all", help="Also what this version cannot run: context and expert parallel, offload.")
     ] = False,
     risk: Annotated[float, typer.Option("--risk", help="Highest accepted chance of running out of memory.")] = 0.05,
     memory: Annotated[
@@ -110,6 +114,7 @@ def plan(
             domain=domain,
             precision=precision,
             optimizer=optimizer,
+            software=software,
             flash_attention=flash,
             fixed=fix,
             include_unbuilt=everything,

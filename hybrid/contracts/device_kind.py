@@ -30,7 +30,7 @@ class DeviceKind:
     Args:
         name: of `data/devices.csv`.
         flops: dtype (`bf16`, `fp16`, `fp8`, `fp32`) -> dense peak per second; a dtype that it lacks is absent.
-        memory_bytes: decimal gigabytes of the data sheet; what a context and the driver take is not deducted.
+        memory_bytes: as a program sees it, before it has a context; see `_BYTES_PER_MEMORY_GIGABYTE`.
         memory_bytes_per_second: of its own memory.
         scale_up: name of its links to peers.
         topology: how the devices of a node meet.
@@ -181,6 +181,11 @@ def _rows(file: str) -> Iterator[dict[str, str]]:
     return csv.DictReader(text.splitlines())
 
 
+# Vendors sell memory in binary gigabytes, of which driver and error correction keep some: torch reports 23.64 GiB of a
+# card of 24 (github.com/ali-vilab/VGen/issues/104) and 31.51 of one of 32 (github.com/siliconflow/onediff/pull/1041).
+_BYTES_PER_MEMORY_GIGABYTE = 0.985 * 2**30
+
+
 def _kind_of(row: Mapping[str, str]) -> DeviceKind:
     flops = {
         dtype: float(round(float(row[f"{dtype}_teraflops_per_second"]) * 1e12))
@@ -192,7 +197,7 @@ def _kind_of(row: Mapping[str, str]) -> DeviceKind:
     return DeviceKind(
         name=row["name"],
         flops=flops,
-        memory_bytes=float(row["memory_gigabytes"]) * 1e9,
+        memory_bytes=float(row["memory_gigabytes"]) * _BYTES_PER_MEMORY_GIGABYTE,
         memory_bytes_per_second=float(row["memory_gigabytes_per_second"]) * 1e9,
         scale_up=row["scale_up"],
         topology=row["scale_up_topology"],  # type: ignore[arg-type]

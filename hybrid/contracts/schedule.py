@@ -64,12 +64,12 @@ class ActionKind(Enum):
     @property
     def gives_input_gradient(self) -> bool:
         """Whether the chunk before waits for it."""
-        return self in {ActionKind.B, ActionKind.I}
+        return self is ActionKind.B or self is ActionKind.I  # no set: hashing an enum member is a call in Python
 
     @property
     def frees_activations(self) -> bool:
         """Whether nothing of the forward is needed once it has run: W still reads the inputs of the layers."""
-        return self in {ActionKind.B, ActionKind.W}
+        return self is ActionKind.B or self is ActionKind.W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,4 +126,5 @@ class Candidate:
         parts += [self.recompute] * (self.recompute != "none")
         parts += ["every"] * (self.zero_stage >= 2 and self.grad_reduce == "every_micro_batch")
         parts += ["run"] * (self.zero_stage == 3 and self.reshard_after == "run")
+        parts += ["offload"] * self.is_offloaded
         return " ".join(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,13 +37,13 @@ class InFlight:
 def in_flight(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> InFlight:
     """For each pipeline rank, from its list of actions.
 
-    A long step repeats its middle, so of more micro-batches than four rounds only so many are looked at; `gpipe` keeps
-    all of them.
+    A long step repeats its middle, so of more than four rounds of `num_stages` micro-batches only so many are looked
+    at; `gpipe` keeps all of them.
     """
     if num_stages == 1:
         num_micro_batches = min(num_micro_batches, 2)
     elif schedule != "gpipe":
-        limit = (4 * virtual_stages + 1) * num_stages
+        limit = 4 * num_stages  # two rounds until the last chunk's first backward, one that repeats, one to the end
         if num_micro_batches > limit:
             num_micro_batches = limit - (limit - num_micro_batches) % num_stages
     return _in_flight(schedule, num_stages, num_micro_batches, virtual_stages)
@@ -65,7 +64,7 @@ def _in_flight(schedule: str, num_stages: int, num_micro_batches: int, virtual_s
 
 
 def _held(actions: Sequence[Action], num_stages: int, virtual_stages: int) -> Held:
-    held: Counter[int] = Counter()
+    held = [0] * virtual_stages
     before: set[tuple[int, ...]] = set()
     after: set[tuple[int, ...]] = set()
     began = False
@@ -74,7 +73,7 @@ def _held(actions: Sequence[Action], num_stages: int, virtual_stages: int) -> He
         if action.kind is ActionKind.F:
             held[turn] += 1
         else:
-            (after if began else before).add(tuple(held[turn] for turn in range(virtual_stages)))
+            (after if began else before).add(tuple(held))
             began = True
         if action.kind.frees_activations:
             held[turn] -= 1

@@ -24,6 +24,7 @@ __all__ = ["bases", "least_memory", "shapes", "state_options"]
 
 _VIRTUAL_STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_SHARD_SIZES = 6
+_ONCE, _BY_UNIT = ("last_micro_batch",), ("unit",)
 
 
 def shapes(request: Request) -> Iterator[Candidate]:
@@ -41,6 +42,8 @@ def shapes(request: Request) -> Iterator[Candidate]:
                 if (world // tp // cp) % pp:
                     continue
                 dp = world // tp // cp // pp
+                if fixed.get("dp", dp) != dp:
+                    continue
                 experts = (
                     divisors(gcd(job.model.num_experts, dp * cp)) if request.is_all and job.model.num_experts else (1,)
                 )
@@ -95,54 +98,45 @@ def _orders(request: Request, shape: Candidate) -> Iterator[tuple[str, int]]:
 
 
 def state_options(request: Request, base: Candidate) -> Iterator[Candidate]:
-    """Every way to cut the state of one base, cheapest in traffic first."""
+    """Every way to cut the state of one base, that which keeps least first."""
     fixed = request.fixed
     sizes = _shard_sizes(request, base)
-    for zero_stage in _values(fixed, "zero_stage", (0, 1, 2, 3)):
+    for zero_stage in _values(fixed, "zero_stage", (3, 2, 1, 0)):
         for dp_shard in _values(fixed, "dp_shard", (1,) if zero_stage == 0 else sizes):
             if base.dp % dp_shard or (zero_stage and dp_shard * base.cp == 1):
                 continue
             replicate = base.dp // dp_shard
             if fixed.get("dp_replicate", replicate) != replicate:
                 continue
-            reduces: tuple[str, ...] = ("last_micro_batch",)
-            if zero_stage >= 2 and base.num_micro_batches > 1:
-                reduces = ("last_micro_batch", "every_micro_batch")
-            keeps: tuple[str, ...] = ("unit", "run") if zero_stage == 3 and base.num_micro_batches > 1 else ("unit",)
+            is_many = base.num_micro_batches > 1
+            reduces = ("every_micro_batch", "last_micro_batch") if zero_stage >= 2 and is_many else _ONCE
+            keeps = ("unit", "run") if zero_stage == 3 and is_many else _BY_UNIT
             for grad_reduce in _values(fixed, "grad_reduce", reduces):
                 for reshard_after in _values(fixed, "reshard_after", keeps):
-                    option = replace(
-                        base,
-                        zero_stage=zero_stage,
-                        dp_replicate=replicate,
-                        dp_shard=dp_shard,
-                        grad_reduce=grad_reduce,
-                        reshard_after=reshard_after,
-                    )
-                    if not any(state_problems(request.job, option)):
-                        yield option
+                    for is_offloaded in _values(fixed, "is_offloaded", (True, False) if request.is_all else (False,)):
+                        option = replace(
+                            base,
+                            zero_stage=zero_stage,
+                            dp_replicate=replicate,
+                            dp_shard=dp_shard,
+                            grad_reduce=grad_reduce,
+                            reshard_after=reshard_after,
+                            is_offloaded=is_offloaded,
+                        )
+                        if not any(state_problems(request.job, option)):
+                            yield option
 
 
 def least_memory(request: Request, base: Candidate) -> Candidate | None:
     """The state option of a base that keeps the least; None where what is fixed leaves none."""
-    found = None
-    for option in state_options(request, base):
-        rank = (
-            option.zero_stage,
-            option.dp_shard,
-            option.grad_reduce == "every_micro_batch",
-            option.reshard_after == "unit",
-        )
-        if found is None or rank > found[0]:
-            found = (rank, option)
-    return None if found is None else found[1]
+    return next(state_options(request, base), None)
 
 
 def _shard_sizes(request: Request, base: Candidate) -> tuple[int, ...]:
-    """All ranks, those that share a fast link, and some between: divisors of dp, at most six of them."""
+    """All ranks, those that share a fast link, and some between: divisors of dp, at most six of them, largest first."""
     sizes = [size for size in divisors(base.dp) if size > 1 or base.cp > 1]
     if len(sizes) <= _MOST_SHARD_SIZES:
-        return tuple(sizes)
+        return tuple(reversed(sizes))
     local = max(1, request.job.cluster.domain_size // (base.tp * base.cp))
     inside = [size for size in sizes if size <= local]
     kept = {sizes[0], sizes[-1], *(inside[-1:])}
@@ -150,7 +144,7 @@ def _shard_sizes(request: Request, base: Candidate) -> tuple[int, ...]:
     for place in range(_MOST_SHARD_SIZES):
         if len(kept) < _MOST_SHARD_SIZES:
             kept.add(sizes[round(place * step)])
-    return tuple(sorted(kept))
+    return tuple(sorted(kept, reverse=True))
 
 
 def _values(fixed: Any, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from hybrid.planner.rank_order import best_rank_order
 from hybrid.planner.request import Request
 from hybrid.planner.request_reading import make_request
 from hybrid.planner.search import Fit, Priced, Progress, SearchResult, search
+from hybrid.planner.software import Software
 from hybrid.planner.strategy_of import strategy_of
 from hybrid.planner.unlock import nearest_change
 from hybrid.strategy import DistributedStrategy
@@ -89,6 +90,7 @@ class Plan:
                 "recompute": candidate.recompute,
                 "grad_reduce": candidate.grad_reduce,
                 "reshard_after": candidate.reshard_after,
+                "offload": candidate.is_offloaded,
             },
             "step_seconds": self.time.total_seconds,
             "time_parts_seconds": dict(self.time.parts),
@@ -185,6 +187,7 @@ def plan(
     domain: int | None = None,
     precision: str | Precision = "bf16",
     optimizer: str | OptimizerSpec = "adamw",
+    software: str | Software | None = None,
     flash_attention: bool = True,
     fixed: Mapping[str, Any] | str = "",
     include_unbuilt: bool = False,
@@ -206,9 +209,11 @@ def plan(
             `hybrid cluster show` take them.
         precision: `bf16`, `fp16` or `fp32`, or a `Precision`.
         optimizer: a name in `hybrid.planner.request_reading.OPTIMIZERS`, or an `OptimizerSpec`.
+        software: name of the set of constants that time is priced with (`planner/data/software.yaml`), or one of one's
+            own; None: this library's, on gloo where the devices are processors.
         flash_attention: False where scores are stored.
         fixed: what is decided already: `{"tp": 4}` or `"tp=4,pp=2"`.
-        include_unbuilt: also layouts that this version cannot run (context and expert parallel).
+        include_unbuilt: also layouts that this version cannot run (context and expert parallel, offload).
         risk: highest accepted chance of running out of memory.
         memory_bytes: of a device, if not all of it may be used.
         num_plans: how many to return.
@@ -230,6 +235,7 @@ def plan(
         domain=domain,
         precision=precision,
         optimizer=optimizer,
+        software=software,
         flash_attention=flash_attention,
         fixed=fixed,
         include_unbuilt=include_unbuilt,

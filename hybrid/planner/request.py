@@ -13,11 +13,12 @@ from hybrid.planner.nearest import nearest
 
 __all__ = ["FIXABLE", "Request", "read_fixed"]
 
-# Name on the command line and in `hybrid.plan(fixed=...)` -> field of `Candidate`.
+# Name on the command line and in `hybrid.plan(fixed=...)` -> attribute of `Candidate`.
 FIXABLE: Mapping[str, str] = MappingProxyType(
     {
         "tp": "tp",
         "pp": "pp",
+        "dp": "dp",
         "dp_replicate": "dp_replicate",
         "shard_size": "dp_shard",
         "cp": "cp",
@@ -31,6 +32,7 @@ FIXABLE: Mapping[str, str] = MappingProxyType(
         "recompute": "recompute",
         "grad_reduce": "grad_reduce",
         "reshard_after": "reshard_after",
+        "offload": "is_offloaded",
     }
 )
 
@@ -49,6 +51,7 @@ _ALIASES = {
     "sp": "sequence_parallel",
     "v": "virtual_stages",
 }
+_DEGREES = {"tp", "pp", "dp", "dp_replicate", "shard_size", "cp", "ep"}
 _WORDS = {
     "schedule": ("gpipe", "1f1b", "interleaved"),
     "recompute": ("none", "core_attention", "selective", "full"),
@@ -86,7 +89,7 @@ class Request:
 
 
 def read_fixed(given: Mapping[str, Any] | str, *, option: str = "--fix") -> dict[str, Any]:
-    """`{"tp": 4}` or `"tp=4,pp=2"` -> field of `Candidate` -> value.
+    """`{"tp": 4}` or `"tp=4,pp=2"` -> attribute of `Candidate` -> value. A degree of -1 is left to the search.
 
     Raises:
         PlanError: an unknown name, a value of the wrong kind, a name twice with different values; all at once.
@@ -112,6 +115,8 @@ def read_fixed(given: Mapping[str, Any] | str, *, option: str = "--fix") -> dict
         read, problem = _value(known, value)
         if problem:
             problems.append(f"{option} {name}={value}: {problem}")
+        elif read == -1:
+            continue
         elif fixed.get(FIXABLE[known], read) != read:
             problems.append(f"{option}: {known} is given twice, as {fixed[FIXABLE[known]]} and {read}")
         else:
@@ -125,14 +130,18 @@ def _value(name: str, value: Any) -> tuple[Any, str]:
     if name in _WORDS:
         text = str(value)
         return (text, "") if text in _WORDS[name] else (None, f"expected one of {', '.join(_WORDS[name])}")
-    if name == "sequence_parallel":
+    if name in {"sequence_parallel", "offload"}:
         truth = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}.get(str(value).lower())
         return (truth, "") if truth is not None else (None, "expected true or false")
     try:
         number = int(str(value))
     except ValueError:
         return None, "expected a whole number"
+    if number == -1 and name in _DEGREES:
+        return -1, ""
     least = 0 if name == "zero_stage" else 1
     if number < least or (name == "zero_stage" and number > 3):
-        return None, "expected 0, 1, 2 or 3" if name == "zero_stage" else "expected a whole number of at least 1"
+        if name == "zero_stage":
+            return None, "expected 0, 1, 2 or 3"
+        return None, f"expected a whole number of at least 1{', or -1 to leave it open' * (name in _DEGREES)}"
     return number, ""

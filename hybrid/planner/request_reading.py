@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hybrid.planner.describe_model import spec_of
 from hybrid.planner.job import Job, OptimizerSpec, Precision
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.request import Request, read_fixed
+from hybrid.planner.software import Software, software_of
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "make_request"]
 
@@ -45,6 +47,7 @@ def make_request(
     domain: int | None = None,
     precision: str | Precision = "bf16",
     optimizer: str | OptimizerSpec = "adamw",
+    software: str | Software | None = None,
     flash_attention: bool = True,
     fixed: Mapping[str, Any] | str = "",
     include_unbuilt: bool = False,
@@ -78,6 +81,7 @@ def make_request(
     read("fixed", lambda: read_fixed(fixed))
     read("precision", lambda: _named("precision", precision, PRECISIONS, Precision))
     read("optimizer", lambda: _named("optimizer", optimizer, OPTIMIZERS, OptimizerSpec))
+    read("software", lambda: software_of(software) if isinstance(software, str) else software)
     problems += _number_problems(
         global_batch_size=global_batch_size, seq=seq, risk=risk, memory_bytes=memory_bytes, num_plans=num_plans
     )
@@ -93,6 +97,7 @@ def make_request(
         precision=made["precision"],
         optimizer=made["optimizer"],
         is_flash=flash_attention,
+        software=software or ("hybrid-gloo" if made["cluster"].device.name == "cpu" else "hybrid"),
     )
     request = Request(
         job=job,
@@ -156,17 +161,29 @@ def _contradictions(request: Request) -> list[str]:
     world, batch = job.cluster.num_devices, job.global_batch_size
     problems: list[str] = []
     names = {"dp_shard": "shard_size"}
-    product = 1
-    for name in ("tp", "pp", "cp", "dp_shard", "dp_replicate"):
-        product *= fixed.get(name, 1)
-    shown = " × ".join(
-        f"{names.get(name, name)} {fixed[name]}"
-        for name in ("tp", "pp", "cp", "dp_shard", "dp_replicate")
-        if name in fixed
-    )
-    if shown and world % product:
-        total = f" = {product}" if "×" in shown else ""
-        problems.append(f"{shown}{total} does not divide the {world} devices of {job.cluster.name}")
+    replicas = [] if "dp" not in fixed else ["dp"]
+    if "dp_shard" in fixed and "dp_replicate" in fixed:
+        replicas = ["dp_replicate", "dp_shard"]
+        if fixed.get("dp", fixed["dp_shard"] * fixed["dp_replicate"]) != fixed["dp_shard"] * fixed["dp_replicate"]:
+            problems.append(
+                f"dp_replicate {fixed['dp_replicate']} × shard_size {fixed['dp_shard']} is not dp {fixed['dp']}"
+            )
+    elif "dp" in fixed:
+        problems += [
+            f"{names.get(name, name)} {fixed[name]} does not divide dp {fixed['dp']}"
+            for name in ("dp_shard", "dp_replicate")
+            if name in fixed and fixed["dp"] % fixed[name]
+        ]
+    else:
+        replicas = [name for name in ("dp_replicate", "dp_shard") if name in fixed]
+    given = [name for name in ("pp", *replicas, "cp", "tp") if name in fixed]
+    product = prod(fixed[name] for name in given)
+    is_all_given = {"pp", "tp"} <= set(given) and ("dp" in replicas or len(replicas) == 2)
+    if world % product or (is_all_given and product * fixed.get("cp", 1) != world and "cp" not in given):
+        shown = " × ".join(f"{names.get(name, name)} {fixed[name]}" for name in given)
+        total = f" = {product}" if len(given) > 1 else ""
+        what = "does not divide" if world % product else "leaves idle some of"
+        problems.append(f"{shown}{total} {what} the {world} devices of {job.cluster.name}")
     if fixed.get("zero_stage") == 0 and fixed.get("dp_shard", 1) > 1:
         problems.append(
             f"zero_stage 0 cuts nothing, but shard_size is {fixed['dp_shard']}: give stage 1, 2 or 3, or no shard_size"
@@ -187,6 +204,8 @@ def _contradictions(request: Request) -> list[str]:
         for name in ("cp", "ep"):
             if fixed.get(name, 1) > 1:
                 problems.append(f"{name} {fixed[name]}: this version of hybrid cannot run it; with --all it is priced")
+        if fixed.get("is_offloaded"):
+            problems.append("offload: this version of hybrid cannot run it; with --all it is priced")
     size = fixed.get("micro_batch_size", 1) * fixed.get("num_micro_batches", 1)
     if batch % size:
         problems.append(f"micro_batch_size × accumulate_steps = {size} does not divide the global batch {batch}")

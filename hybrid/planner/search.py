@@ -98,10 +98,9 @@ class SearchResult:
 
 def fit_of(request: Request, plan: MemoryPlan) -> Fit:
     """Of the worst pipeline rank, at the risk that the request accepts."""
-    limit = request.limit_bytes
-    chance = max(stage.chance_of_running_out(limit) for stage in plan.stages)
-    # The size of device at which the chance is the accepted one.
-    needed = max(stage.bytes_at_risk(request.risk) for stage in plan.stages)
+    limit, worst = request.limit_bytes, plan.worst
+    chance = worst.chance_of_running_out(limit)
+    needed = worst.bytes_at_risk(request.risk)  # the device of which the chance is the accepted one
     return Fit(needed_bytes=needed, limit_bytes=limit, chance_of_running_out=chance, fits=chance <= request.risk)
 
 

@@ -12,6 +12,7 @@ __all__ = ["nearest_change"]
 
 _SHOWN = {"dp_shard": "shard_size", "num_micro_batches": "accumulate_steps"}
 _MOST_HALVINGS = 6
+_LEAST_GAIN = 0.01  # of a step, below which a change is not worth a word
 
 
 def nearest_change(request: Request) -> str:
@@ -47,7 +48,7 @@ def unlocks(result: SearchResult) -> tuple[str, ...]:
     told: list[str] = []
     fastest = best.time.total_seconds
     for larger in result.too_large:
-        if larger.time.total_seconds < fastest:
+        if larger.time.total_seconds < fastest * (1 - _LEAST_GAIN):
             fastest = larger.time.total_seconds
             gain = best.time.total_seconds / fastest - 1
             told.append(

@@ -106,7 +106,7 @@ def test_nodes_and_a_device_of_ones_own() -> None:
         "oversubscription": 2,
     }
     cluster = parse_cluster(content)
-    assert (cluster.num_devices, cluster.device.name, cluster.device.memory_bytes) == (8, "Mine", 96e9)
+    assert (cluster.num_devices, cluster.device.name, cluster.device.memory_bytes) == (8, "Mine", 96 * 0.985 * 2**30)
     assert cluster.device.flops["bf16"] == 500e12
     assert cluster.device.matmul_fraction is None
     assert cluster.axis_links(size=2, stride=4).across_bytes_per_second == pytest.approx(25e9 / 2 / 2)

@@ -7,16 +7,19 @@ from itertools import chain
 
 import pytest
 
-from hybrid.errors import PlanError
+from hybrid.contracts.cluster import parse_cluster
+from hybrid.errors import PlanError, StrategyError
 from hybrid.planner.constraints import problems_of
 from hybrid.planner.cost import step_time
 from hybrid.planner.job import Candidate
 from hybrid.planner.memory import memory
+from hybrid.planner.model_spec import ModelSpec, ParameterSpec, UnitSpec
 from hybrid.planner.options import bases, shapes, state_options
 from hybrid.planner.plan import plan
 from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.request_reading import make_request
 from hybrid.planner.search import fit_of, search, why
+from hybrid.planner.stages import stage_units
 
 
 def request_for(**changes: object) -> Request:
@@ -97,7 +100,14 @@ def test_every_plan_is_a_strategy_that_resolves_to_it(zero_stage: int) -> None:
     ("given", "expected"),
     [
         ("tp=3", "tp 3 does not divide the 8 devices"),
-        ("tp=4,pp=4", "tp 4 × pp 4 = 16 does not divide the 8 devices"),
+        ("tp=4,pp=4", "pp 4 × tp 4 = 16 does not divide the 8 devices"),
+        ("tp=2,pp=3", "pp 3 × tp 2 = 6 does not divide the 8 devices"),
+        ("tp=2,pp=2,dp=1", "pp 2 × dp 1 × tp 2 = 4 leaves idle some of the 8 devices"),
+        ("shard_size=3,dp=4", "shard_size 3 does not divide dp 4"),
+        ("shard_size=16", "shard_size 16 does not divide the 8 devices"),
+        ("dp=4,dp_replicate=2,shard_size=4", "dp_replicate 2 × shard_size 4 is not dp 4"),
+        ("dp=-2", "expected a whole number of at least 1, or -1 to leave it open"),
+        ("tp=0", "expected a whole number of at least 1"),
         ("zero_stage=0,shard_size=2", "zero_stage 0 cuts nothing, but shard_size is 2"),
         ("cp=2", "cp 2: this version of hybrid cannot run it"),
         ("virtual_stages=2,schedule=1f1b", "needs schedule 'interleaved', not '1f1b'"),
@@ -116,6 +126,47 @@ def test_contradictory_flags_are_refused_with_both_values(given: str, expected: 
     with pytest.raises(PlanError) as caught:
         request_for(fixed=given)
     assert expected in str(caught.value)
+
+
+def test_open_degrees_are_derived_and_sharding_of_one_is_plain_data_parallel() -> None:
+    """-1 means what it means in a strategy; a shard_size of 1 must not switch data parallel off."""
+    found = search(request_for(fixed="dp=-1,tp=2,pp=-1,shard_size=1")).found
+    assert found
+    for one in found:
+        assert (one.candidate.tp, one.candidate.dp_shard, one.candidate.zero_stage) == (2, 1, 0)
+        assert one.candidate.pp * one.candidate.dp == 4
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "pp", "sizes"),
+    [(30, 4, {8, 7}), (10, 3, {4, 3}), (5, 4, {2, 1}), (38, 8, {5, 4})],
+)
+def test_bc22_every_layer_is_placed_once_and_evenly(num_blocks: int, pp: int, sizes: set[int]) -> None:
+    """Others train 28 of 30 layers, leave a stage empty, or put ten on the last."""
+    block = UnitSpec(name="block", kind="block", parameters=(ParameterSpec(name="weight", shape=(4, 4)),))
+    units = tuple(replace(block, name=f"blocks.{index}") for index in range(num_blocks))
+    job = replace(request_for().job, model=ModelSpec(name="equal", units=units, hidden=4))
+    chunks = stage_units(job, Candidate(pp=pp))
+    assert [unit.name for chunk in chunks for unit in chunk] == [unit.name for unit in units]
+    assert {len(chunk) for chunk in chunks} == sizes
+
+
+def test_bc22_too_many_stages_and_a_stale_split_are_refused() -> None:
+    """A preset's counts must not survive a changed number of stages."""
+    job = request_for().job
+    assert any("64 chunks for 34 layers" in one.text for one in problems_of(job, Candidate(pp=64)))
+    with pytest.raises(StrategyError, match="add up to 22, the model has 34 layers"):
+        stage_units(job, Candidate(pp=2, split=(11, 11)))
+
+
+def test_rank_order_mends_a_shuffled_cluster() -> None:
+    """A host file in any order: tp groups belong where the links are fast, whatever number a device has."""
+    cluster = parse_cluster("2x4xA100-80GB").with_rank_order((0, 4, 1, 5, 2, 6, 3, 7))
+    given = plan("llama2-7b", cluster, global_batch_size=16, seq=2048, fixed="tp=4,pp=1")
+    straight = plan("llama2-7b", "2x4xA100-80GB", global_batch_size=16, seq=2048, fixed="tp=4,pp=1")
+    assert given.best.rank_order == (0, 2, 4, 6, 1, 3, 5, 7)
+    assert given.best.time.total_seconds == pytest.approx(straight.best.time.total_seconds)
+    assert straight.best.rank_order == tuple(range(8))
 
 
 def test_all_problems_of_a_request_come_at_once() -> None:

@@ -1,0 +1,56 @@
+"""Step times of published runs, predicted: the bounds of docs/accuracy.md, on rows that nothing was fitted on."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.accuracy_layers import layer_times
+from benchmarks.accuracy_rows import SETTINGS
+from benchmarks.planner_accuracy import result_of
+
+# Median and 90th percentile of the error, percent, of the rows held out: what docs/accuracy.md says, rounded up.
+_BOUNDS = {
+    "sc21": (5, 10),
+    "sc21_table2": (5, 8),
+    "sc21_zero3": (25, 45),
+    "korthikanti": (4, 8),
+    "mtnlg": (5, 6),
+    "bloom": (8, 10),
+    "vtrain_single": (8, 25),
+    "vtrain_multi": (6, 22),
+    "h100_readme": (4, 8),
+    "llama3": (6, 9),
+    "internevo": (9, 13),
+    "sailor": (10, 14),
+    "simumax": (7, 9),
+}
+
+
+@pytest.mark.parametrize("dataset", SETTINGS)
+def test_held_out_error(dataset: str) -> None:
+    """A change of the model of time, or of a constant, that makes predictions worse than the page says."""
+    result = result_of(dataset)
+    held = result.held
+    assert held is not None
+    median, p90 = _BOUNDS[dataset]
+    assert held.median <= median
+    assert held.p90 <= p90
+    limit = SETTINGS[dataset].limit
+    assert limit is None or result.all.median <= limit
+    if dataset == "vtrain_single":
+        assert result.rank_correlation is not None
+        assert result.rank_correlation >= 0.9
+    if dataset == "internevo":
+        assert result.gain_difference is not None
+        assert result.gain_difference <= 10
+    for rival in ("Calculon", "SimuMax", "SAILOR"):
+        if rival in result.rivals:
+            assert result.own_on_rivals is not None
+            assert result.own_on_rivals.median < result.rivals[rival].median
+
+
+def test_layer_time() -> None:
+    """Forward and backward of one layer, each policy of recompute, against the table that they were published in."""
+    for time in layer_times():
+        for predicted, measured in (time.forward, time.backward):
+            assert abs(predicted / measured - 1) < 0.15, time
