@@ -24,6 +24,8 @@ from hybrid.units import parse_bytes
 
 __all__ = ["plan"]
 
+_FILE_WIDTH = 200
+
 
 def plan(
     model: Annotated[
@@ -102,6 +104,8 @@ def plan(
       hybrid plan --model my_package.model:build --cluster local --global-batch 32 --precision fp32
     """
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_FILE_WIDTH)  # in a file or a pipe nothing is cut off
     try:
         request = _request(
             model=model,
@@ -135,14 +139,14 @@ def plan(
     if json_output:
         typer.echo(json.dumps(plans.to_dict(), indent=2, ensure_ascii=False))
         return
-    console.print(ranking(plans), soft_wrap=not console.is_terminal)
+    console.print(ranking(plans, width=console.width))
     console.print()
     console.print(best_in_full(plans.best))
     console.print()
     for line in advice_lines(plans):
         console.print(f"- {escape(line)}", soft_wrap=True)
     console.print()
-    console.print(rejections(plans), soft_wrap=not console.is_terminal)
+    console.print(rejections(plans))
     result = plans.result
     console.print(
         f"\n{result.num_considered:,} layouts looked at, {result.num_priced:,} priced in full, "

@@ -16,9 +16,9 @@ __all__ = ["advice_lines", "best_in_full", "ranking", "rejections"]
 
 # Parts of a step under the head of their column; a part in none of them is in `other`.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "compute": ("compute", "attention", "elementwise", "host", "recompute"),
+    "comp": ("compute", "attention", "elementwise", "host", "recompute"),
     "tp": ("tp_exposed", "cp_exposed", "ep_exposed"),
-    "pipeline": ("pp_bubble", "pp_transfer"),
+    "pp": ("pp_bubble", "pp_transfer"),
     "dp": ("dp_exposed", "gather_exposed"),
 }
 _PART_NAMES = {
@@ -38,55 +38,78 @@ _PART_NAMES = {
 }
 
 
-def ranking(plans: Plans) -> Table:
-    """The plans, best first: layout, step, parts of the step in %, memory."""
+def ranking(plans: Plans, *, width: int) -> RenderableType:
+    """The plans, best first: layout, step, parts of the step in %, memory; in two tables where one is too wide."""
     job = plans.request.job
     title = (
         f"{job.model.name} ({format_count(job.model.num_parameters)} parameters) on {job.cluster.name}: "
         f"batch {job.global_batch_size} × {job.seq} tokens"
     )
-    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    heads = ["#", "tp", "pp", "dp", "zero", "shard", "schedule", "micro", "recompute", "step", "tokens/s/device", "MFU"]
-    has_unbuilt = any(plan.candidate.cp > 1 or plan.candidate.ep > 1 for plan in plans)
-    if has_unbuilt:
-        heads[3:3] = ["cp", "ep"]
-    for head in [*heads, *(f"{name} %" for name in _COLUMNS), "other %", "memory", "OOM risk"]:
+    layouts, costs = list(_layout_columns(plans)), list(_cost_columns(plans))
+    numbers = ("#", [str(number) for number in range(1, len(plans) + 1)])
+    whole = [numbers, *layouts, *costs]
+    if sum(max(map(len, [head, *cells])) + 2 for head, cells in whole) <= width + 2:
+        return _columns(whole, title=title)
+    return Group(_columns([numbers, *layouts], title=title), Text(""), _columns([numbers, *costs], title=None))
+
+
+Column = tuple[str, list[str]]
+
+
+def _columns(columns: list[Column], *, title: str | None) -> Table:
+    table = Table(
+        title=None if title is None else escape(title),
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+    )
+    for head, _ in columns:
         table.add_column(head, justify="left" if head in {"schedule", "recompute"} else "right", no_wrap=True)
-    for number, plan in enumerate(plans, 1):
-        cells = list(_layout_cells(plan, has_unbuilt=has_unbuilt))
-        total = plan.time.total_seconds
-        shares = [sum(plan.time.parts.get(part, 0.0) for part in parts) / total for parts in _COLUMNS.values()]
-        table.add_row(
-            str(number),
-            *cells,
-            format_seconds(total),
-            f"{plan.tokens_per_second / job.cluster.num_devices:,.0f}",
-            f"{plan.model_flops_utilization:.1%}",
-            *(f"{100 * share:.0f}" for share in shares),
-            f"{100 * max(0.0, 1 - sum(shares)):.0f}",
-            format_bytes(plan.fit.needed_bytes),
-            f"{plan.fit.chance_of_running_out:.1%}",
-            style="bold green" if number == 1 else "",
-        )
+    for place, row in enumerate(zip(*(cells for _, cells in columns), strict=True)):
+        table.add_row(*row, style="bold green" if place == 0 else "")
     return table
 
 
-def _layout_cells(plan: Plan, *, has_unbuilt: bool) -> Iterator[str]:
-    candidate = plan.candidate
-    yield f"{candidate.tp}{' sp' if candidate.sequence_parallel else ''}"
-    yield str(candidate.pp)
-    if has_unbuilt:
-        yield str(candidate.cp)
-        yield str(candidate.ep)
-    yield str(candidate.dp)
-    yield str(candidate.zero_stage)
-    yield str(candidate.dp_shard) if candidate.zero_stage else "–"
-    if candidate.pp == 1:
-        yield "–"
-    else:
-        yield candidate.schedule + (f" ×{candidate.virtual_stages}" if candidate.virtual_stages > 1 else "")
-    yield f"{candidate.micro_batch_size} × {candidate.num_micro_batches}"
-    yield candidate.recompute
+def _layout_columns(plans: Plans) -> Iterator[Column]:
+    chosen = [plan.candidate for plan in plans]
+    yield "tp", [f"{one.tp}{' sp' if one.sequence_parallel else ''}" for one in chosen]
+    yield "pp", [str(one.pp) for one in chosen]
+    for name, values in (("cp", [one.cp for one in chosen]), ("ep", [one.ep for one in chosen])):
+        if any(value > 1 for value in values):
+            yield name, [str(value) for value in values]
+    yield "dp", [str(one.dp) for one in chosen]
+    yield "zero", [str(one.zero_stage) + (" host" if one.is_offloaded else "") for one in chosen]
+    yield "shard", [str(one.dp_shard) if one.zero_stage else "–" for one in chosen]
+    if any(one.zero_stage >= 2 for one in chosen):
+        words = {"every_micro_batch": "every", "last_micro_batch": "last"}
+        yield "reduce", [words[one.grad_reduce] if one.zero_stage >= 2 else "–" for one in chosen]
+    if any(one.zero_stage == 3 for one in chosen):
+        yield "keep", [one.reshard_after if one.zero_stage == 3 else "–" for one in chosen]
+    if any(one.pp > 1 for one in chosen):
+        chunks = [f" ×{one.virtual_stages}" if one.virtual_stages > 1 else "" for one in chosen]
+        yield (
+            "schedule",
+            [one.schedule + many if one.pp > 1 else "–" for one, many in zip(chosen, chunks, strict=True)],
+        )
+    yield "micro", [f"{one.micro_batch_size} × {one.num_micro_batches}" for one in chosen]
+    yield "recompute", [one.recompute for one in chosen]
+
+
+def _cost_columns(plans: Plans) -> Iterator[Column]:
+    devices = plans.request.job.cluster.num_devices
+    yield "step", [format_seconds(plan.time.total_seconds) for plan in plans]
+    yield "tokens/s/dev", [f"{plan.tokens_per_second / devices:,.0f}" for plan in plans]
+    yield "MFU", [f"{plan.model_flops_utilization:.1%}" for plan in plans]
+    shares = [
+        [sum(plan.time.parts.get(part, 0.0) for part in parts) / plan.time.total_seconds for parts in _COLUMNS.values()]
+        for plan in plans
+    ]
+    for place, name in enumerate(_COLUMNS):
+        yield f"{name} %", [f"{100 * row[place]:.0f}" for row in shares]
+    yield "other %", [f"{100 * max(0.0, 1 - sum(row)):.0f}" for row in shares]
+    yield "memory", [format_bytes(plan.fit.needed_bytes) for plan in plans]
+    yield "OOM", [f"{plan.fit.chance_of_running_out:.1%}" for plan in plans]
 
 
 def best_in_full(plan: Plan) -> RenderableType:
