@@ -1,13 +1,15 @@
 """Recompute: units keep their inputs only, and run forward again in backward.
 
 The wrapper goes around a unit's own `forward`, inside its hooks: gathering of parameters (ZeRO stage 3) happens
-outside, once per forward and once per backward, and the second forward finds the parameters there.
+outside, once per forward and once per backward, and the second forward finds the parameters there. Buffers that the
+forward writes are written once (kept_buffers.py).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hybrid import shims
 from hybrid.collectives.autograd import COLLECTIVE_OPERATIONS
 from hybrid.errors import ModelError
+from hybrid.kept_buffers import WrittenBuffers
 
 __all__ = ["find_recompute_units", "install_recompute"]
 
@@ -47,31 +50,54 @@ def find_recompute_units(model: nn.Module, wanted: Sequence[str] | None, *, bloc
                 f"recompute_configs['units'], for example {[name for name in modules if name][:3]}"
             )
         return tuple(blocks)
+    _check_known(modules, wanted)
+    chosen = [name for name, module in modules.items() if name in wanted or type(module).__name__ in wanted]
+    chosen = [name for name in chosen if name] or chosen  # a class of modules inside, which the model is of as well
+    return tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen if other != name))
+
+
+def _check_known(modules: Mapping[str, nn.Module], wanted: Sequence[str]) -> None:
     unknown = [one for one in wanted if one not in modules and all(type(m).__name__ != one for m in modules.values())]
     if unknown:
         raise ModelError(
             f"recompute_configs.units names {unknown}: no module and no class of the model; it has the classes "
             f"{sorted({type(module).__name__ for module in modules.values()})}"
         )
-    chosen = [name for name, module in modules.items() if name in wanted or type(module).__name__ in wanted]
-    return tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen if other != name))
 
 
 def install_recompute(
-    model: nn.Module, names: Sequence[str], *, policy: Literal["full", "selective"], preserve_rng: bool
+    model: nn.Module,
+    names: Sequence[str],
+    *,
+    policy: Literal["full", "selective"],
+    preserve_rng: bool,
+    keep_buffers: bool = False,
 ) -> None:
-    """Replace the `forward` of these modules by one that recomputes."""
+    """Replace the `forward` of these modules by one that recomputes.
+
+    With `keep_buffers` the second forward leaves buffers as they were; on fake tensors, without values, it cannot.
+    """
     for name in names:
         module = model.get_submodule(name)
-        module.forward = _recomputing(module.forward, policy=policy, preserve_rng=preserve_rng)
+        written = WrittenBuffers(module) if keep_buffers else None
+        module.forward = _recomputing(module.forward, written, policy=policy, preserve_rng=preserve_rng)
 
 
 def _recomputing(
-    forward: Callable[..., Any], *, policy: Literal["full", "selective"], preserve_rng: bool
+    forward: Callable[..., Any],
+    written: WrittenBuffers | None,
+    *,
+    policy: Literal["full", "selective"],
+    preserve_rng: bool,
 ) -> Callable[..., Any]:
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
-    if policy == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        around = (nullcontext(), nullcontext()) if written is None else written.contexts()
+        if policy == "full":
+            return around
+        inside = create_selective_checkpoint_contexts(_keep_expensive)
+        return _Both(around[0], inside[0]), _Both(around[1], inside[1])
+
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng, "context_fn": contexts}
 
     @functools.wraps(forward)
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +108,23 @@ def _recomputing(
         return checkpoint(functools.partial(forward, **kwargs) if kwargs else forward, *args, **options)
 
     return recomputing_forward
+
+
+class _Both:
+    """Two contexts, one inside the other, which may be entered again."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._contexts = (outer, inner)
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stacks.pop().__exit__(*error)
 
 
 def _without_cache(name: str, value: Any) -> Any:

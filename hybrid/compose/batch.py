@@ -7,6 +7,7 @@ has a list of as many texts; numbers, strings, None and 0-d tensors go unchanged
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 
 from hybrid.collectives import ops
 from hybrid.errors import BatchError
-from hybrid.precision.tree import map_tensors
 
 __all__ = ["check_same_batch", "num_samples", "num_tokens", "split_batch"]
 
@@ -113,35 +113,50 @@ def split_batch(batch: Any, *, accumulate_steps: int, micro_batch_size: int | No
 
 
 def check_same_batch(batch: Any, *, group: ops.Group) -> None:
-    """Compare a batch over the tp ranks, by a digest of each tensor. *Collective* over tp.
+    """Compare a batch over the ranks that work on it together, by a digest of each tensor and the text of each number,
+    flag and None. *Collective.*
 
     Raises:
-        BatchError: a rank got another batch; raised on all of them, with the rank and the tensor.
+        BatchError: a rank got another batch; raised on all of them, with the rank and the place.
     """
     if group.size == 1:
         return
-    mine: list[tuple[tuple[int, ...], str, str]] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.detach().cpu().contiguous()
-        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        mine.append((tuple(plain.shape), str(plain.dtype), hashlib.sha256(raw).hexdigest()))
-        return tensor
-
-    map_tensors(batch, note)
+    mine = list(_fingerprints(batch, "batch"))
     everyone = ops.all_gather_object(mine, group=group)
     for index, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
         place = next((n for n, pair in enumerate(zip(everyone[0], theirs, strict=False)) if pair[0] != pair[1]), None)
-        what = (
-            f"{len(theirs)} tensors instead of {len(everyone[0])}"
-            if place is None
-            else f"tensor {place + 1} of the batch: shape {theirs[place][0]}, {theirs[place][1]}"
-            + (", other values" if theirs[place][:2] == everyone[0][place][:2] else f", not {everyone[0][place][0]}")
-        )
+        if place is None:
+            what = f"{len(theirs)} tensors and numbers instead of {len(everyone[0])}"
+        else:
+            (path, first, _), (other_path, other, _) = everyone[0][place], theirs[place]
+            here = path if path == other_path else f"{other_path} instead of {path}"
+            what = f"{here}: {other}" + (", other values" if first == other else f", not {first}")
         raise BatchError(
             f"the ranks {', '.join(map(str, group.ranks))} ({group.axis}) work on one batch together, and rank "
             f"{group.ranks[index]} got another one than rank {group.ranks[0]} ({what}); give all of them the same: "
             "shard the data by hybrid's samplers, or by the data-parallel rank of hybrid.get_mesh()"
         )
+
+
+def _fingerprints(value: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    """(place, what is there, digest of its values) of all that a batch means; objects of other classes are left out."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        kind = f"shape {tuple(plain.shape)}, {plain.dtype}"
+        yield path, kind, hashlib.sha256(raw).hexdigest()
+    elif isinstance(value, _SHARED):
+        text = repr(value)
+        short = text if len(text) <= 40 else f"{text[:36]} ..."
+        yield path, short, hashlib.sha256(text.encode()).hexdigest()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _fingerprints(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            yield from _fingerprints(item, f"{path}[{position}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _fingerprints(getattr(value, field.name, None), f"{path}.{field.name}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from torch import nn
 from hybrid import shims
 from hybrid.compose import context, grad_norm, model_state
 from hybrid.compose import train_step as steps
+from hybrid.compose.added_parts import AddedParts
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.first_forward import FirstForward, check_verify, plain_copy
 from hybrid.compose.initial_values import (
@@ -28,9 +29,9 @@ from hybrid.compose.initial_values import (
     move,
     stand_ins,
 )
-from hybrid.compose.model_checks import check_alike_on_all_ranks, check_grad_dtype, check_layouts, check_model
+from hybrid.compose.low_precision import install_precision
+from hybrid.compose.model_checks import check_alike_on_all_ranks, check_layouts, check_model
 from hybrid.compose.pipeline import (
-    Stages,
     all_on_meta,
     build_layers,
     known_here,
@@ -41,10 +42,13 @@ from hybrid.compose.pipeline import (
 )
 from hybrid.compose.runtime import Runtime
 from hybrid.compose.tensor_parallel import align_random_states, all_group_axes, cut_model, part_of, placements, plan_for
+from hybrid.compose.tied_holders import TiedHolders
+from hybrid.compose.watched_step import watched_train_batch
+from hybrid.compose.whole_checks import check_whole
 from hybrid.errors import GradientAccessError, ModelError
-from hybrid.mesh import Mesh
-from hybrid.precision.casting import autocasting, cast_buffers, compute_dtypes, install_casts
-from hybrid.recompute import find_recompute_units, install_recompute
+from hybrid.precision.casting import cast_buffers
+from hybrid.profile.step_record import StepCallback
+from hybrid.recompute import install_recompute
 from hybrid.sharding import state_view
 from hybrid.sharding.engine import EngineSettings, ShardingEngine
 from hybrid.sharding.units import plan_units
@@ -81,19 +85,21 @@ def distributed_model(
     foreseen = context.foresee(strategy)
     planned_stages = plan_stages(model, foreseen, sample=sample)
     is_whole = build_layers(model, planned_stages)
+    whole = model if is_whole else all_on_meta(model)
+    check_model(whole, wrapper=DistributedModel)
     if is_whole:
-        check_model(model, wrapper=DistributedModel)
         check_meta(model, init)
-    planned = plan_for(model if is_whole else all_on_meta(model), foreseen)
+    planned = plan_for(whole, foreseen)
     check_verify(model, foreseen)
+    check_layouts(whole, foreseen)
+    recomputed = check_whole(whole, foreseen, planned_stages)
+    del whole
     scope = context.ensure(strategy)
     mesh, resolved = scope.mesh, scope.resolved
     # chunks -> tensor parallel -> recompute -> precision -> sharding; compile will come before sharding
     layers = share_out(model, planned_stages, mesh) if planned_stages is not None else None
     if not is_whole:
-        check_model(model, wrapper=DistributedModel)
         check_meta(model, init)
-    check_layouts(model, resolved)
     move(model, mesh.device)
     everyone = mesh.world if is_whole else mesh.group(*DATA_AXES, "tp")
     check_alike_on_all_ranks(model, everyone)
@@ -102,21 +108,18 @@ def distributed_model(
     plain = plain_copy(model, resolved)
     cuts = cut_model(model, planned, mesh) if planned is not None else None
     everything = dict(model.named_parameters())
-    amp_dtype = None if resolved.amp is None else resolved.amp.dtype
     stages = None
     if layers is not None and planned_stages is not None:
-        stages = start_pipeline(model, layers, planned_stages, mesh, amp_dtype=amp_dtype)
+        stages = start_pipeline(model, layers, planned_stages, mesh)
     units = plan_units(model, class_names=resolved.units) if stages is None else stages.units(model)
     parameters = named_once(model, stages)
     records = placements(model, parameters, cuts, stages)
     mesh.prepare(all_group_axes(records, mesh))
     if resolved.recompute is not None:
-        blocks = [unit.name for unit in units if not unit.is_around]
-        chosen = find_recompute_units(model, known_here(resolved.recompute.units, model, stages, mesh), blocks=blocks)
+        here = [name for name in recomputed if stages is None or stages.staged.is_here(name)]
         policy, preserve_rng = resolved.recompute.policy, resolved.recompute.preserve_rng
-        install_recompute(model, chosen, policy=policy, preserve_rng=preserve_rng)
-    low_dtypes = _install_precision(model, resolved, mesh, stages) if resolved.amp is not None else {}
-    check_grad_dtype(parameters, resolved, low_dtypes)
+        install_recompute(model, here, policy=policy, preserve_rng=preserve_rng, keep_buffers=True)
+    low_dtypes = install_precision(model, resolved, mesh, stages) if resolved.amp is not None else {}
     engine = ShardingEngine(
         parameters,
         placements=records,
@@ -139,7 +142,8 @@ def distributed_model(
     if stages is not None:
         stages.forget_the_rest()
     if resolved.amp is not None and resolved.amp.buffer_dtype != "float32":
-        cast_buffers(model, dtype=getattr(torch, resolved.amp.buffer_dtype), custom_fp32=resolved.amp.custom_fp32)
+        custom_fp32 = known_here(resolved.amp.custom_fp32, model, stages)
+        cast_buffers(model, dtype=getattr(torch, resolved.amp.buffer_dtype), custom_fp32=custom_fp32)
     engine.start_unsharding(model)
     align_random_states(mesh)
     runtime = Runtime(engine, mesh=mesh, strategy=resolved, cuts=cuts)
@@ -148,6 +152,8 @@ def distributed_model(
     extended = cast(DistributedModel, model)
     extended.hybrid_runtime = runtime
     runtime.model = weakref.ref(extended)
+    runtime.parts = AddedParts(extended, engine, stages)
+    runtime.tied = TiedHolders(engine, stages, mesh) if stages is not None else None
     extended.hybrid_first_forward = FirstForward.watch(model, planned, cuts, plain=plain, mesh=mesh)
     extended.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     context.remember(runtime)
@@ -202,7 +208,7 @@ class DistributedModel(nn.Module):
             BatchError: a batch that does not fit, or no way to a loss.
             OptimizerError: an optimizer of another model, or not a distributed one.
         """
-        return steps.train_batch(
+        return watched_train_batch(
             self,
             self.hybrid_runtime,
             batch,
@@ -219,6 +225,10 @@ class DistributedModel(nn.Module):
     ) -> steps.EvalResult:
         """Loss of the world's batch in eval mode, without gradients; arguments as `train_batch`. *Collective.*"""
         return steps.eval_batch(self, self.hybrid_runtime, batch, loss_fn=loss_fn, forward_step=forward_step)
+
+    def add_step_callback(self, callback: StepCallback, *, first_step: int = 1) -> Callable[[], None]:
+        """`callback(StepRecord)` after each step of `train_batch`, the next of number `first_step`; returns its end."""
+        return self.hybrid_runtime.step_callbacks.add(callback, first_step=first_step)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward only accumulates on this rank; the next one outside, or the step, reduces it all."""
@@ -261,13 +271,13 @@ class DistributedModel(nn.Module):
             yield from model_state.over_stages(dict(own), runtime, order=runtime.stages.whole.trainable).items()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As the plain model's; on a pipeline stage without any, one that is empty, for an optimizer to be built."""
-        found = False
+        """As the plain model's; on a pipeline stage that trains none also an empty one, to build an optimizer with."""
+        trains = False
         for parameter in super().parameters(recurse):
-            found = True
+            trains = trains or parameter.requires_grad
             yield parameter
         stages = vars(self)["hybrid_runtime"].stages if "hybrid_runtime" in vars(self) else None
-        if not found and stages is not None:
+        if not trains and stages is not None:
             yield stages.stand_in
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -420,24 +430,3 @@ def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
         prefetch=resolved.prefetch,
         keep_for_a_run=resolved.reshard_after == "run",
     )
-
-
-def _install_precision(
-    model: nn.Module, resolved: ResolvedStrategy, mesh: Mesh, stages: Stages | None
-) -> dict[str, torch.dtype]:
-    """Wrap forwards; returns the parameters that become low precision, with their dtype (level O2)."""
-    amp = resolved.amp
-    assert amp is not None
-    dtype: torch.dtype = getattr(torch, amp.dtype)
-    custom_fp32 = known_here(amp.custom_fp32, model, stages, mesh) or ()
-    low = compute_dtypes(model, dtype=dtype, custom_fp32=custom_fp32)
-    install_casts(model, custom_fp32=custom_fp32, norms=amp.level == "O2")
-    # Between the chunks of a pipeline a value crosses as it is; the last one's output is the model's.
-    is_output = None if stages is None else stages.staged.runs_last_chunk
-    model.forward = autocasting(model, dtype=dtype, device_type=mesh.device.type, is_output=is_output)
-    if amp.level == "O1":
-        return {}
-    for fqn, parameter in model.named_parameters():
-        if fqn in low and not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)  # has no master, at any stage
-    return low if stages is None else {stages.whole.first[fqn]: lower for fqn, lower in low.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -13,7 +11,7 @@ from hybrid.errors import ModelError
 from hybrid.strategy import ResolvedStrategy
 from hybrid.tensor.cut_module import CutModule
 
-__all__ = ["check_alike_on_all_ranks", "check_grad_dtype", "check_layouts", "check_model"]
+__all__ = ["check_alike_on_all_ranks", "check_layouts", "check_model"]
 
 
 def check_model(model: nn.Module, *, wrapper: type[nn.Module]) -> None:
@@ -98,16 +96,3 @@ def check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
                     f"parameter {name!r} is of class {type(parameter).__name__}: stage 3 can free plain nn.Parameters "
                     "only; use stage 2"
                 )
-
-
-def check_grad_dtype(
-    parameters: Mapping[str, nn.Parameter], resolved: ResolvedStrategy, low_dtypes: Mapping[str, torch.dtype]
-) -> None:
-    """Raises ModelError: a grad_dtype that no parameter of this model would have."""
-    dtypes = {low_dtypes.get(fqn, p.dtype) for fqn, p in parameters.items() if p.requires_grad}
-    if resolved.grad_dtype in {"bfloat16", "float16"} and not dtypes & {torch.bfloat16, torch.float16}:
-        raise ModelError(
-            f"sharding_configs['grad_dtype'] = {resolved.grad_dtype!r} is for low-precision parameters, and this "
-            f"model has {sorted(map(str, dtypes))}: it would do nothing. Leave it out, or use reduce_dtype "
-            "for what is sent"
-        )

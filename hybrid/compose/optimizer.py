@@ -79,6 +79,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         runtime, shards = self.hybrid_runtime, self.hybrid_shards
         runtime.engine.check_unchanged()
         runtime.engine.adopt_hand_made_changes()
+        runtime.check_parts()
         runtime.check_plain_step()
         runtime.synchronise_and_clip(shards=shards)
         runtime.check_unscaled()
@@ -299,13 +300,39 @@ def _drop_elsewhere(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         group["params"] = [p for p in group["params"] if id(p) in runtime.engine.fqn_of]
     for parameter in [p for p in optimizer.state if id(p) not in runtime.engine.fqn_of]:
         del optimizer.state[parameter]
-    counts = ops.all_gather_object(len(optimizer.param_groups), group=runtime.mesh.group("pp"))
+    stages_of = {fqn: held for fqn, held in runtime.stages.whole.stages_of.items() if len(held) > 1}
+    tied = {
+        fqn: (index, {key: value for key, value in group.items() if isinstance(value, _COMPARED)})
+        for index, group in enumerate(optimizer.param_groups)
+        for fqn in (runtime.engine.fqn_of[id(parameter)] for parameter in group["params"])
+        if fqn in stages_of
+    }
+    everyone = ops.all_gather_object((len(optimizer.param_groups), tied), group=runtime.mesh.group("pp"))
+    counts = [count for count, _ in everyone]
     if len(set(counts)) > 1:
         raise OptimizerError(
             f"the stages of the pipeline have {', '.join(map(str, counts))} param groups: each needs the same ones, "
             "empty where it has no parameters of a group. Keep empty groups, or build the optimizer before "
             "distributed_model"
         )
+    for fqn, held in stages_of.items():
+        found = [everyone[stage][1].get(fqn) for stage in held]
+        if any(other != found[0] for other in found):
+            options = [one[1] for one in found if one is not None]
+            unlike = {key for each in options for key in each if any(each[key] != other.get(key) for other in options)}
+            shown = "; ".join(
+                f"stage {stage}: not in the optimizer"
+                if one is None
+                else f"stage {stage}: group {one[0]}" + "".join(f", {key} {one[1].get(key)}" for key in sorted(unlike))
+                for stage, one in zip(held, found, strict=True)
+            )
+            raise OptimizerError(
+                f"{fqn!r} is one parameter on pipeline stages {', '.join(map(str, held))}, and is not updated alike "
+                f"there ({shown}): give it to the same group with the same options on each of them, or to none"
+            )
+
+
+_COMPARED = (bool, int, float, str, tuple, type(None))
 
 
 def _knows(runtime: Runtime, parameter: torch.Tensor) -> bool:
@@ -327,8 +354,27 @@ def _runtime_of(optimizer: torch.optim.Optimizer) -> Runtime:
             "build the optimizer from that model's parameters()"
         )
     found = {id(owner): owner for owner in owners if owner is not None}
+    if not parameters:
+        return _runtime_without_parameters(runtimes)
     if len(found) != 1:
         raise OptimizerError(
             f"the optimizer holds parameters of {len(found)} wrapped models; give each model an optimizer of its own"
         )
     return next(iter(found.values()))
+
+
+def _runtime_without_parameters(runtimes: list[Runtime]) -> Runtime:
+    """Of an optimizer whose groups are empty here: its parameters are on other stages of the one pipeline there is."""
+    staged = [runtime for runtime in runtimes if runtime.stages is not None]
+    if len(staged) > 1:  # those of which this stage trains nothing, if that tells
+        staged = [runtime for runtime in staged if not runtime.engine.buckets] or staged
+    if len(staged) == 1:
+        return staged[0]
+    if not staged:
+        raise OptimizerError(
+            "the optimizer holds no parameters: build it from the parameters() of a model given to distributed_model"
+        )
+    raise OptimizerError(
+        f"the optimizer holds no parameters on this rank, and {len(staged)} pipelines could be meant: build it from "
+        "model.parameters(), which has an empty one on a stage that trains none, or before distributed_model"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from hybrid.errors import ModelError, StrategyError
 from hybrid.mesh import Mesh
 from hybrid.pipeline.costs import layer_costs, parameter_costs
 from hybrid.pipeline.layers import PipelineLayer
+from hybrid.pipeline.root_hooks import check_backward_hooks
 from hybrid.pipeline.runner import PipelineRunner
 from hybrid.pipeline.stages import StagedModel, free
 from hybrid.pipeline.transport import Transport
@@ -106,6 +107,7 @@ class Stages:
         free(list(self.elsewhere.values()))
 
 
+_SPLIT = "pipeline_configs.split"
 _NO_SAMPLE = "{} says which layers each chunk has, so a sample would do nothing: leave it out, or split by 'auto'"
 
 
@@ -121,6 +123,7 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = N
     settings = resolved.pipeline
     if settings is None:
         return None
+    check_backward_hooks(model)
     num_chunks = settings.num_chunks
     schedule = settings.order(resolved.accumulate_steps)
     if isinstance(model, PipelineLayer):
@@ -153,9 +156,10 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = N
     elif split == "uniform":
         chunks = split_evenly(len(layers), num_chunks)
     elif isinstance(split, str):
-        chunks = split_by_marks([type(layer).__name__ for layer in layers], split.removeprefix("layer:"), num_chunks)
+        names = [type(layer).__name__ for layer in layers]
+        chunks = split_by_marks(names, split.removeprefix("layer:"), num_chunks, setting=_SPLIT)
     else:
-        chunks = split_by_counts(split, len(layers), num_chunks)
+        chunks = split_by_counts(split, len(layers), num_chunks, setting=_SPLIT)
     return PlannedStages(chunks=tuple(chunks), schedule=schedule)
 
 
@@ -208,7 +212,7 @@ def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[Sta
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """One parameter of a stage: its names, those on other stages too; whether it is trained."""
+    """One parameter of a stage: its names, those that are known of other stages too; whether it is trained."""
 
     names: tuple[str, ...]
     trainable: bool
@@ -223,23 +227,37 @@ def _own_names(model: nn.Module, staged: StagedModel) -> list[_Known]:
     known = [_Known(tuple(fqns), trained[key]) for key, fqns in names.items()]
     if isinstance(model, PipelineLayer):
         tied = [tuple(f"{index}.{attribute}" for index, attribute in uses) for uses in model.shared_keys().values()]
-        known = [
-            _Known(next((uses for uses in tied if set(uses) & set(one.names)), one.names), one.trainable)
-            for one in known
-        ]
+        known = [_Known(tuple(dict.fromkeys([*one.names, *_meeting(one.names, tied)])), one.trainable) for one in known]
     return [one for one in known if any(staged.is_here(fqn) for fqn in one.names)]
 
 
+def _meeting(names: Sequence[str], ties: Sequence[Sequence[str]]) -> Iterator[str]:
+    """All names of the ties that have one of these."""
+    for tie in ties:
+        if set(tie) & set(names):
+            yield from tie
+
+
 def _join(everyone: Sequence[Sequence[_Known]], staged: StagedModel) -> WholeModel:
-    first: dict[str, str] = {}
-    trainable: dict[str, bool] = {}
     place = {name: index for index, name in enumerate(staged.names)}
-    for stage in everyone:
-        for one in stage:
-            ordered = sorted(one.names, key=lambda fqn: place[fqn.partition(".")[0]])
-            for fqn in ordered:
-                first[fqn] = ordered[0]
-            trainable[ordered[0]] = trainable.get(ordered[0], False) or one.trainable
+    # Where each name stands among those of its layer, as the stage that has the layer lists them.
+    rank = {
+        fqn: at
+        for stage, known in enumerate(everyone)
+        for at, fqn in enumerate(fqn for one in known for fqn in one.names if staged.stage_of(fqn) == stage)
+    }
+    group_of: dict[str, tuple[str, ...]] = {}
+    for one in (one for known in everyone for one in known):
+        joined = tuple(dict.fromkeys(name for fqn in one.names for name in group_of.get(fqn, (fqn,))))
+        group_of |= dict.fromkeys(joined, joined)
+    first = {
+        fqn: min(names, key=lambda name: (place[name.partition(".")[0]], rank.get(name, 0)))
+        for fqn, names in group_of.items()
+    }
+    trainable: dict[str, bool] = {}
+    for one in (one for known in everyone for one in known):
+        name = first[one.names[0]]
+        trainable[name] = trainable.get(name, False) or one.trainable
     stages_of: dict[str, set[int]] = {}
     for fqn, name in first.items():
         stages_of.setdefault(name, set()).add(staged.stage_of(fqn))
@@ -257,17 +275,9 @@ def start_pipeline(
     layers: tuple[StagedModel, WholeModel],
     planned: PlannedStages,
     mesh: Mesh,
-    *,
-    amp_dtype: str | None,
 ) -> Stages:
     """Take the layers of other stages out of the model, and make the links to the neighbours. *Collective.*"""
     staged, whole = layers
-    without = [s for s in range(staged.num_stages) if not any(s in whole.stages_of[fqn] for fqn in whole.trainable)]
-    if without and amp_dtype == "float16":
-        raise ModelError(
-            f"pipeline stage {', '.join(map(str, without))} has nothing to train, and with amp_configs.dtype = "
-            "'float16' every stage finds out by its gradients whether to skip a step: use bfloat16, or another split"
-        )
     names = _all_keys(model, staged, mesh)
     gone = staged.remove_the_rest()
     model.forward = staged.forward
@@ -304,14 +314,10 @@ def named_once(model: nn.Module, stages: Stages | None) -> dict[str, nn.Paramete
     return {(fqn if stages is None else stages.whole.first[fqn]): parameter for fqn, parameter in named}
 
 
-def known_here(
-    wanted: Sequence[str] | None, model: nn.Module, stages: Stages | None, mesh: Mesh
-) -> Sequence[str] | None:
-    """Of names and classes of modules, those that this stage has, and those that none has. *Collective.*"""
-    if wanted is None or stages is None:
+def known_here(wanted: Sequence[str], model: nn.Module, stages: Stages | None) -> Sequence[str]:
+    """Of names and classes of modules that the whole model has, those that this stage has."""
+    if stages is None:
         return wanted
     here = {name for name, _ in model.named_modules()}
     here |= {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    everyone = ops.all_gather_object(sorted(here & set(wanted)), group=mesh.group("pp"))
-    anywhere = {name for names in everyone for name in names}
-    return [name for name in wanted if name in here or name not in anywhere]
+    return [name for name in wanted if name in here]

@@ -35,9 +35,13 @@ def train_pipeline(
     scaler: torch.amp.GradScaler | None,
     step: bool,
 ) -> None:
-    """Forward and backward of all micro-batches on this rank's chunks; the last stage adds to `totals`."""
+    """Forward and backward of all micro-batches on this rank's chunks; the last stage adds to `totals`.
+
+    The sixth of `totals` counts the micro-batches whose loss has no graph.
+    """
     stages, reducer, strategy = runtime.stages, runtime.engine.reducer, runtime.strategy
     assert stages is not None
+    stages.runner.begin()
     loss_fn = _loss_function(runtime, loss_fn)
     micro_batches = [micro_batch for micro_batch in micro_batches if num_samples(micro_batch) > 0]
     pairs = [_pair(micro_batch) for micro_batch in micro_batches]
@@ -49,6 +53,7 @@ def train_pipeline(
     def loss(micro_batch: int, output: Any) -> torch.Tensor:
         loss = loss_fn(output, pairs[micro_batch][1])
         loss_sum = add_loss(loss, micro_batches[micro_batch], totals, strategy.loss_reduction)
+        totals[5] += float(not loss_sum.requires_grad)
         return loss_sum if scaler is None else scaler.scale(loss_sum)
 
     def before(action: Action) -> None:
@@ -92,6 +97,7 @@ def evaluate_pipeline(
     """Forward of all micro-batches; the last stage adds to `totals`."""
     stages = runtime.stages
     assert stages is not None
+    stages.runner.begin()
     loss_fn = _loss_function(runtime, loss_fn)
     pieces = [piece for piece in pieces if num_samples(piece) > 0]
     pairs = [_pair(piece) for piece in pieces]

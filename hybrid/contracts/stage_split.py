@@ -85,8 +85,10 @@ def split_evenly(num_layers: int, num_chunks: int) -> tuple[range, ...]:
     return _ranges([short + (chunk < longer) for chunk in range(num_chunks)])
 
 
-def split_by_counts(counts: Sequence[int], num_layers: int, num_chunks: int) -> tuple[range, ...]:
-    """So many layers for each chunk, in order.
+def split_by_counts(
+    counts: Sequence[int], num_layers: int, num_chunks: int, *, setting: str = "seg_method"
+) -> tuple[range, ...]:
+    """So many layers for each chunk, in order. `setting` is where the counts stand, for messages.
 
     Raises:
         StrategyError: not one count per chunk, a count below 1, or counts that do not add up to the layers; all
@@ -99,16 +101,16 @@ def split_by_counts(counts: Sequence[int], num_layers: int, num_chunks: int) -> 
     problems = []
     if wrong:
         problems.append(
-            f"seg_method = {given}: each count must be a whole number of at least 1, not {wrong[0]!r}; "
+            f"{setting} = {given}: each count must be a whole number of at least 1, not {wrong[0]!r}; "
             f"{would_do} would do"
         )
     if len(given) != num_chunks:
         problems.append(
-            f"seg_method = {given}: {len(given)} counts for {num_chunks} pipeline chunks; {would_do} would do"
+            f"{setting} = {given}: {len(given)} counts for {num_chunks} pipeline chunks; {would_do} would do"
         )
     if not wrong and sum(given) != num_layers:
         problems.append(
-            f"seg_method = {given}: the counts add up to {sum(given)}, the model has {num_layers} layers; "
+            f"{setting} = {given}: the counts add up to {sum(given)}, the model has {num_layers} layers; "
             f"{would_do} would do"
         )
     if problems:
@@ -116,7 +118,9 @@ def split_by_counts(counts: Sequence[int], num_layers: int, num_chunks: int) -> 
     return _ranges(given)
 
 
-def split_by_marks(names: Sequence[str], mark: str, num_chunks: int) -> tuple[range, ...]:
+def split_by_marks(
+    names: Sequence[str], mark: str, num_chunks: int, *, setting: str = "seg_method"
+) -> tuple[range, ...]:
     """Chunks with evenly many of the layers whose class name contains `mark`, as `seg_method = "layer:Name"` says.
 
     As in Fleet, `mark` is a regular expression that upper and lower case do not matter to, a chunk ends behind its
@@ -127,6 +131,7 @@ def split_by_marks(names: Sequence[str], mark: str, num_chunks: int) -> tuple[ra
         names: class name of each layer.
         mark: the part behind "layer:".
         num_chunks: how many chunks.
+        setting: where the mark stands, for messages.
 
     Raises:
         StrategyError: a mark that no layer has, or too few layers have.
@@ -136,12 +141,12 @@ def split_by_marks(names: Sequence[str], mark: str, num_chunks: int) -> tuple[ra
         pattern = re.compile(mark, re.IGNORECASE)
     except re.error as error:
         raise StrategyError(
-            f'seg_method = "layer:{mark}" is not a regular expression ({error}); write a class name'
+            f'{setting} = "layer:{mark}" is not a regular expression ({error}); write a class name'
         ) from None
     marked = [index for index, name in enumerate(names) if pattern.search(name)] if mark else []
     if not marked:
         known = ", ".join(dict.fromkeys(names))
-        raise StrategyError(f'seg_method = "layer:{mark}": no layer of that class; the model has {known}')
+        raise StrategyError(f'{setting} = "layer:{mark}": no layer of that class; the model has {known}')
     _check_enough(len(marked), num_chunks, what="layer", of=f' that "layer:{mark}" marks')
     ends = [marked[chunk.stop - 1] + 1 for chunk in split_evenly(len(marked), num_chunks)]
     ends[-1] = len(names)

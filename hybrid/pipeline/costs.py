@@ -73,7 +73,6 @@ class _Layer:
     num_parameters: int
     module: nn.Module | None
     make: Callable[[], nn.Module]
-    call: Callable[[nn.Module, Any], Any]
     device: torch.device | None
 
 
@@ -83,7 +82,6 @@ def _of_module(module: nn.Module) -> _Layer:
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         module=module,
         make=lambda: module,
-        call=lambda layer, value: layer(value),
         device=next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None),
     )
 
@@ -102,7 +100,6 @@ def _of_pipeline(layers: PipelineLayer) -> list[_Layer]:
                 num_parameters=layers.num_parameters_of(index),
                 module=module,
                 make=partial(layers.make_layer, index),
-                call=partial(layers.call_layer, index),
                 device=_of_module(module).device if module is not None else layers.build_settings.device,
             )
         )
@@ -113,7 +110,7 @@ def _run(layer: _Layer, value: Any, fakes: FakeTensorMode, device: torch.device)
     with fakes:
         module = layer.make() if layer.module is None else _fake_copy(layer.module, fakes, device)
         with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
-            return layer.call(module, value), counter.get_total_flops()
+            return module(value), counter.get_total_flops()
 
 
 def _fake_copy(module: nn.Module, fakes: FakeTensorMode, device: torch.device) -> nn.Module:

@@ -71,7 +71,7 @@ class SharedLayerDesc(LayerDesc):
     Args:
         key: which layers belong together.
         layer_class, args, kwargs: as for `LayerDesc`. Classes may differ, if the parameter has the same shape.
-        forward_func: `forward_func(layer, value)` runs the layer; None calls it.
+        forward_func: `forward_func(layer, value)` is the layer's forward, inside its hooks; None leaves it its own.
         shared_weight_attr: the parameter, by its name in the layer (dotted if it lies deeper).
 
     Raises:
@@ -107,6 +107,13 @@ class SharedLayerDesc(LayerDesc):
         self.forward_func = forward_func
         self.shared_weight_attr = shared_weight_attr
 
+    def make(self) -> nn.Module:
+        """Build it; with a `forward_func`, that is the module's `forward` from then on."""
+        made = super().make()
+        if self.forward_func is not None and getattr(made.forward, "function", None) is not self.forward_func:
+            made.forward = _ForwardByFunction(made, self.forward_func)
+        return made
+
     def is_built_like(self, other: SharedLayerDesc) -> bool:
         """Whether both surely build the same."""
         if self.layer_class is not other.layer_class or self.shared_weight_attr != other.shared_weight_attr:
@@ -132,6 +139,30 @@ class SharedLayerDesc(LayerDesc):
                 f"share; it has {known} (set shared_weight_attr)"
             ) from None
         return module.get_submodule(path), name
+
+
+class _ForwardByFunction:
+    """`forward` of a layer that a function runs: so all that goes around a module's forward goes around it as well.
+
+    What the function itself asks of the layer, by calling it, is the layer's own forward.
+    """
+
+    def __init__(self, layer: nn.Module, function: Callable[[Any, Any], Any]) -> None:
+        self.layer = layer
+        self.function = function
+        self._own = vars(layer).get("forward")
+        self._is_inside = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            # Of the class that the layer has by now: tensor parallel gives it another one.
+            own = self._own if self._own is not None else functools.partial(type(self.layer).forward, self.layer)
+            return own(*args, **kwargs)
+        self._is_inside = True
+        try:
+            return self.function(self.layer, *args, **kwargs)
+        finally:
+            self._is_inside = False
 
 
 class FunctionLayer(nn.Module):

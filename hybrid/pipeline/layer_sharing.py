@@ -9,7 +9,7 @@ from torch import nn
 from hybrid.errors import ModelError
 from hybrid.pipeline.layer_desc import SharedLayerDesc, layer_name
 
-__all__ = ["check_sharing", "places_by_key", "tie"]
+__all__ = ["check_own_modules", "check_sharing", "places_by_key", "tie"]
 
 
 def places_by_key(shared: Mapping[int, SharedLayerDesc]) -> dict[str, list[tuple[int, str]]]:
@@ -51,6 +51,25 @@ def tie(
                 own_name = f"{index}.{_first_name(parameter, built[index])}"
                 elsewhere[own_name] = f"{first}.{_first_name(parameter, origin)}"
     return elsewhere
+
+
+def check_own_modules(built: Mapping[int, nn.Module], shared: Mapping[int, SharedLayerDesc]) -> None:
+    """A module has one forward, so one that a `forward_func` runs can be one layer only.
+
+    Raises:
+        ModelError: it was built as several layers.
+    """
+    for index, desc in shared.items():
+        module = built.get(index)
+        if desc.forward_func is None or module is None:
+            continue
+        others = [other for other, held in built.items() if held is module and other != index]
+        if others:
+            raise ModelError(
+                f"layers {min(index, *others)} and {max(index, *others)} are built as one and the same "
+                f"{type(module).__name__}, and the forward_func of layer {index} would run both: let each "
+                "SharedLayerDesc build a module of its own, their key makes the parameter one"
+            )
 
 
 def check_sharing(

@@ -31,7 +31,7 @@ from hybrid.contracts.stage_split import (
 from hybrid.errors import ModelError, StrategyError
 from hybrid.pipeline.layer_build import BuildDevice, BuildSettings
 from hybrid.pipeline.layer_desc import LayerDesc, SharedLayerDesc, checked_layers, layer_name
-from hybrid.pipeline.layer_sharing import check_sharing, places_by_key, tie
+from hybrid.pipeline.layer_sharing import check_own_modules, check_sharing, places_by_key, tie
 
 __all__ = ["LayerDesc", "PipelineLayer", "SharedLayerDesc"]
 
@@ -181,6 +181,7 @@ class PipelineLayer(nn.Module):
             return self
         check_sharing(wanted, self._shared, make=lambda index: self.make_layer(index, device="meta"))
         built = {index: self.make_layer(index, device=device) for index in wanted}
+        check_own_modules(built, self._shared)
         elsewhere = tie(built, self._shared, make=lambda index: self.make_layer(index, device=device))
         # Only now, so that a constructor that fails leaves a model that can be built again.
         for index, layer in built.items():
@@ -243,14 +244,7 @@ class PipelineLayer(nn.Module):
 
     def run_layer(self, index: int, value: Any) -> Any:
         """One layer that is built here, on what the layer before it returned."""
-        return self.call_layer(index, self.get_submodule(str(index)), value)
-
-    def call_layer(self, index: int, layer: nn.Module, value: Any) -> Any:
-        """`layer`, which is layer `index`, by the `forward_func` of its description if that has one."""
-        desc = self._layers[index]
-        if isinstance(desc, SharedLayerDesc) and desc.forward_func is not None:
-            return desc.forward_func(layer, value)
-        return layer(value)
+        return self.get_submodule(str(index))(value)
 
     # ---------------------------------------------------------------- what a model that is not built does not have
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hybrid.collectives import ops
+from hybrid.collectives.ranges import RangeKind, named_range
 from hybrid.contracts.schedule import Action, ActionKind
 from hybrid.pipeline.boundary import put_together, take_apart
 from hybrid.pipeline.transport import Transport
@@ -52,6 +53,10 @@ class PipelineRunner:
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self.peak_in_flight = 0
 
+    def begin(self) -> None:
+        """A step begins, on all ranks alike; to be called where all have just met."""
+        self._transport.begin()
+
     def run(
         self,
         actions: Sequence[Action],
@@ -76,11 +81,13 @@ class PipelineRunner:
             for action in actions:
                 before(action)
                 if action.kind is ActionKind.F:
-                    self._run_forward(action, inputs, loss)
+                    with named_range("forward", action, RangeKind.FORWARD):
+                        self._run_forward(action, inputs, loss)
                 else:
-                    before_backward(action)
-                    self._run_backward(action)
-                    after_backward(action)
+                    with named_range("backward", action, RangeKind.BACKWARD):
+                        before_backward(action)
+                        self._run_backward(action)
+                        after_backward(action)
             self._transport.finish()
         finally:
             self._in_flight.clear()
@@ -120,7 +127,10 @@ class PipelineRunner:
             state.loss = loss(micro_batch, output)
         else:
             crossing, tensors = take_apart(output)
-            state.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in tensors]
+            state.edges = [
+                torch.autograd.graph.get_gradient_edge(tensor) if wants_gradient else None
+                for tensor, wants_gradient in zip(tensors, crossing.wants_gradient, strict=True)
+            ]
             self._transport.send_activation(chunk, micro_batch, crossing, tensors)
         self._in_flight[chunk, micro_batch] = state
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from hybrid.errors import ModelError
+from hybrid.pipeline.boundary import check_tensors, memories_of, with_own_memory
+from hybrid.pipeline.root_hooks import keep_to_the_ends
 
 __all__ = ["Elsewhere", "StagedModel", "free"]
 
@@ -125,9 +127,18 @@ class StagedModel:
                 f"this rank holds stage {self.stage} of {self.num_stages} of the model, which cannot run by itself: "
                 "use model.train_batch or model.eval_batch, on all ranks"
             )
+        given = memories_of(value)
         for index in self.chunks[self.current_chunk]:
             value = self._call(index, value)
-        return value
+        if self.runs_last_chunk():
+            return value
+        # Here, since parameters that are cut may be freed when the model's forward has ended.
+        check_tensors(value, layer=self.names[self.chunks[self.current_chunk][-1]])
+        return with_own_memory(value, given=given, is_batch=self.runs_first_chunk(), model=self._model)
+
+    def runs_first_chunk(self) -> bool:
+        """Whether what runs now gets the model's own input."""
+        return self.current_chunk == 0
 
     def runs_last_chunk(self) -> bool:
         """Whether what runs now gives the model's own output."""
@@ -135,6 +146,7 @@ class StagedModel:
 
     def run_chunk(self, chunk: int, value: Any) -> Any:
         """Call the model, hooks and all, for one chunk."""
+        keep_to_the_ends(self._model, runs_first=self.runs_first_chunk, runs_last=self.runs_last_chunk)
         before, self.current_chunk = self.current_chunk, chunk
         try:
             return self._model(value)

@@ -51,6 +51,13 @@ class Transport:
         self._activations_out = Stream(forward, headers=headers[0], peer=after, device=device)
         self._gradients_in = Stream(backward, headers=headers[1], peer=after, device=device)
         self._gradients_out = Stream(backward, headers=headers[1], peer=before, device=device)
+        self._step = 0
+
+    def begin(self) -> None:
+        """A step begins, on all ranks alike: whatever is left of those before it, left by an exception, is dropped."""
+        self._step += 1
+        for stream in (self._activations_in, self._activations_out, self._gradients_in, self._gradients_out):
+            stream.begin(self._step)
 
     def send_activation(self, chunk: int, micro_batch: int, crossing: Crossing, tensors: list[torch.Tensor]) -> None:
         """From `chunk` to the next one."""
@@ -64,7 +71,7 @@ class Transport:
     def send_gradients(self, chunk: int, micro_batch: int, gradients: list[torch.Tensor | None]) -> None:
         """Of what came into `chunk`, back to the one before."""
         there = tuple(gradient is not None for gradient in gradients)
-        sent = [gradient for gradient in gradients if gradient is not None]
+        sent = [_dense(gradient) for gradient in gradients if gradient is not None]
         self._gradients_out.send((chunk, micro_batch), there, sent, window=self._window)
 
     def receive_gradients(self, chunk: int, micro_batch: int) -> list[torch.Tensor | None]:
@@ -79,3 +86,7 @@ class Transport:
         """The end of a step: everything has been taken."""
         self._activations_out.flush()
         self._gradients_out.flush()
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

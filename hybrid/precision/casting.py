@@ -22,7 +22,14 @@ from torch import nn
 from hybrid.errors import ModelError
 from hybrid.precision.tree import map_tensors
 
-__all__ = ["LOW_PRECISION", "autocasting", "cast_buffers", "compute_dtypes", "install_casts"]
+__all__ = [
+    "LOW_PRECISION",
+    "autocasting",
+    "cast_buffers",
+    "check_buffers_to_cast",
+    "compute_dtypes",
+    "install_casts",
+]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -56,8 +63,35 @@ def cast_buffers(model: nn.Module, *, dtype: torch.dtype, custom_fp32: Sequence[
     several places stays one; buffers that are views of others part from them, as under `model.to(dtype)`.
 
     Raises:
-        ModelError: no buffer would change; a buffer that belongs to an fp32 module and to another one.
+        ModelError: a buffer that belongs to an fp32 module and to another one.
     """
+    chosen, before = _buffers_to_cast(model, dtype, custom_fp32)
+    for fqns in chosen:
+        buffer = model.get_buffer(fqns[0])
+        buffer.data = buffer.data.to(dtype)  # the same object, for whoever else holds it
+    if chosen:
+        model.register_state_dict_post_hook(_types_as_before({fqn: before[fqn] for fqns in chosen for fqn in fqns}))
+
+
+def check_buffers_to_cast(model: nn.Module, *, dtype: torch.dtype, custom_fp32: Sequence[str]) -> None:
+    """Of a model that is whole.
+
+    Raises:
+        ModelError: no buffer would change; as `cast_buffers`.
+    """
+    chosen, before = _buffers_to_cast(model, dtype, custom_fp32)
+    if not chosen:
+        name = str(dtype).removeprefix("torch.")
+        stay = f"; {sorted(before)} belong to custom_fp32 or to normalisation layers, and stay" if before else ""
+        raise ModelError(
+            f"amp_configs.buffer_dtype = {name!r} would change no buffer of this model{stay}. Leave it out"
+        )
+
+
+def _buffers_to_cast(
+    model: nn.Module, dtype: torch.dtype, custom_fp32: Sequence[str]
+) -> tuple[list[list[str]], dict[str, torch.dtype]]:
+    """(names of each buffer that changes, types of all that are not of this dtype)."""
     kept = [*_fp32_modules(model, custom_fp32), *_norms(model)]
     places: dict[int, list[str]] = {}
     before: dict[str, torch.dtype] = {}
@@ -73,18 +107,7 @@ def cast_buffers(model: nn.Module, *, dtype: torch.dtype, custom_fp32: Sequence[
                 f"buffer {fqns} is one tensor, in a module that keeps fp32 (custom_fp32, or a normalisation layer) at "
                 "one place and not at another; list both in custom_fp32"
             )
-    name = str(dtype).removeprefix("torch.")
-    if not chosen:
-        stay = f"; {sorted(before)} belong to custom_fp32 or to normalisation layers, and stay" if before else ""
-        raise ModelError(
-            f"amp_configs.buffer_dtype = {name!r} would change no buffer of this model{stay}. Leave it out"
-        )
-    for fqns in chosen.values():
-        buffer = model.get_buffer(fqns[0])
-        buffer.data = buffer.data.to(dtype)  # the same object, for whoever else holds it
-    model.register_state_dict_post_hook(
-        _types_as_before({fqn: before[fqn] for fqns in chosen.values() for fqn in fqns})
-    )
+    return list(chosen.values()), before
 
 
 def _types_as_before(before: dict[str, torch.dtype]) -> Callable[..., None]:

@@ -21,10 +21,11 @@ def map_leaves(value: Any, kind: type[Any], function: Callable[[Any], Any]) -> A
     """A copy of the containers with the objects of this kind mapped; other objects are the same objects."""
     if isinstance(value, kind):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(item, kind, function) for item in value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        named: Any = value
+        return _with_attributes(named._make(map_leaves(item, kind, function) for item in value), value)
     if isinstance(value, list | tuple):
-        return type(value)(map_leaves(item, kind, function) for item in value)
+        return _with_attributes(type(value)(map_leaves(item, kind, function) for item in value), value)
     if isinstance(value, Mapping):
         # A mapping may be of a class with its own constructor (a model output): copy it, then replace the values.
         changed = {key: map_leaves(item, kind, function) for key, item in value.items()}
@@ -37,8 +38,27 @@ def map_leaves(value: Any, kind: type[Any], function: Callable[[Any], Any]) -> A
                 mapped[key] = new  # type: ignore[index]
         return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            f.name: map_leaves(getattr(value, f.name), kind, function) for f in dataclasses.fields(value) if f.init
-        }
-        return dataclasses.replace(value, **changes)
+        return _changed(value, kind, function)
     return value
+
+
+def _with_attributes(mapped: Any, value: Any) -> Any:
+    """A list or tuple of a class of its own may carry attributes."""
+    if getattr(value, "__dict__", None):
+        vars(mapped).update(vars(value))
+    return mapped
+
+
+def _changed(value: Any, kind: type[Any], function: Callable[[Any], Any]) -> Any:
+    """A copy of a dataclass with mapped fields, whatever its constructor takes or does, frozen or not."""
+    try:
+        new = copy.copy(value)
+    except dataclasses.FrozenInstanceError:  # slots written by hand, which copy sets one by one
+        new = object.__new__(type(value))
+        state: Any = object.__getstate__(value)
+        for name, item in state[1].items():
+            object.__setattr__(new, name, item)
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            object.__setattr__(new, field.name, map_leaves(getattr(value, field.name), kind, function))
+    return new

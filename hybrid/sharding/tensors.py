@@ -11,10 +11,10 @@ import torch
 __all__ = ["tensors_in"]
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, *, all_of_them: bool = False) -> Iterator[torch.Tensor]:
     """Every tensor that has a gradient to come, in dicts, lists, tuples, sets, dataclasses and plain objects.
 
-    Each tensor once; objects are looked into once, so cycles end.
+    With `all_of_them`, those without one as well. Each tensor once; objects are looked into once, so cycles end.
     """
     seen: set[int] = set()
     stack = [value]
@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            if item.requires_grad:
+            if all_of_them or item.requires_grad:
                 yield item
         elif isinstance(item, Mapping):
             stack.extend(item.values())
