@@ -5,7 +5,8 @@
 
 `dcp` is `torch.distributed.checkpoint` with FSDP2, as its own writer and reader do it by default (files are synced),
 with what a user calls around it (`get_model_state_dict` and so on); `gathered` is the whole state of the same model
-on rank 0 by `torch.save`, synced as well. `raw` writes or reads as many bytes and does nothing else. All models are
+on rank 0 by `torch.save`, synced as well. `raw` writes or reads as many bytes and does nothing else, `raw_all` reads on
+every rank what all have written, which is the least that a load into stage 0 costs. All models are
 the same GPT with AdamW after a step; `hybrid3` and `hybrid2` are ZeRO stages, `_sums` is with checksums (verified
 before anything is loaded), `3_to_tp` and `3_to_0` load what stage 3 wrote into tensor parallel of 2 and into stage 0.
 
@@ -212,17 +213,25 @@ class Bench:
 
             return Mode(step=step, prepare=lambda: forget(folder) if cold else None)
 
-        modes = {"raw": mode(lambda folder: raw_read(data, folder), place("raw"))}
+        whole = [data, self.data()]
+
+        def read_all(folder: Path) -> None:
+            for rank, memory in enumerate(whole):
+                raw_read(memory, folder, rank=rank)
+
+        modes = {
+            "raw": mode(lambda folder: raw_read(data, folder, rank=dist.get_rank()), place("raw")),
+            "raw_all": mode(read_all, place("raw")),
+        }
         for name, (side_name, source, checksums) in LOADS.items():
             modes[name] = mode(partial(_load, self.side(side_name), checksums), place(source))
         run_rounds(modes, rounds=rounds, steps=1)
-        notes: dict[str, dict[str, Any]] = {}
+        notes: dict[str, dict[str, Any]] = {"raw_all": _to("raw", modes["raw_all"], modes["raw"])}
         for name, (side_name, source, checksums) in LOADS.items():
             notes[name] = {"loss_difference": abs(self.side(side_name).loss() - expected[source])}
             if side_name != source:
                 same = next(same for same, use in LOADS.items() if use == (source, source, checksums))
-                to_same = ratios(modes[name], modes[same])
-                notes[name] |= {"to": same, "ratio_to": statistics.median(to_same), "interval_to": interval(to_same)}
+                notes[name] |= _to(same, modes[name], modes[same])
         return modes, "dcp", notes
 
     def stalls(self, rounds: int) -> Measured:
@@ -257,6 +266,11 @@ class Bench:
             waits.pop()()
 
         return Mode(step=step, prepare=lambda: fresh(folder), finish=finish)
+
+
+def _to(base_name: str, mode: Mode, base: Mode) -> dict[str, Any]:
+    found = ratios(mode, base)
+    return {"to": base_name, "ratio_to": statistics.median(found), "interval_to": interval(found)}
 
 
 def _save(side: Side, checksums: bool, folder: Path) -> None:

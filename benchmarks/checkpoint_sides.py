@@ -162,8 +162,8 @@ def raw_write(data: memoryview, folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def raw_read(data: memoryview, folder: Path) -> None:
-    """The least that a load costs: these bytes read by each rank, into memory that is there."""
-    with (folder / f"raw.{dist.get_rank()}").open("rb", buffering=0) as file:
+def raw_read(data: memoryview, folder: Path, *, rank: int) -> None:
+    """The least that a load costs: what a rank wrote, read into memory that is there."""
+    with (folder / f"raw.{rank}").open("rb", buffering=0) as file:
         while count := file.readinto(data[:_BLOCK_BYTES]):
             data = data[count:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -11,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from hybrid.checkpoint.held import Region
@@ -20,7 +20,6 @@ from hybrid.compose import context
 __all__ = ["AsyncSave", "ended", "finish", "staged", "start"]
 
 _HEAD_START_SECONDS = 0.01
-_LARGE_BYTES = 1 << 16
 
 
 class AsyncSave:
@@ -113,9 +112,9 @@ def staged(regions: Sequence[Region]) -> list[Region]:
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """As `target.copy_(source)`, which on the host is slower than the C library's copy: by a tenth, and up to twice."""
-    is_plain = source.is_cpu and source.dtype == target.dtype and source.is_contiguous() and not source.is_complex()
-    if is_plain and source.nbytes >= _LARGE_BYTES:
-        np.copyto(target.view(-1).view(torch.uint8).numpy(), source.view(-1).view(torch.uint8).numpy())
+    is_bitwise = source.is_cpu and source.dtype == target.dtype and not source.is_conj() and not source.is_neg()
+    if is_bitwise and source.is_contiguous():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         target.copy_(source)
 

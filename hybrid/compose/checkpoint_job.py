@@ -28,6 +28,7 @@ __all__ = [
     "Job",
     "agree",
     "begin",
+    "begin_with",
     "distinct_buffers",
     "extra_states",
     "find_job",
@@ -58,13 +59,28 @@ class Job:
 
 
 def begin(call: str, model: Any, optimizer: Any, asked: Mapping[str, Any]) -> Job:
-    """Wait for the save under way, find the job, and see that all ranks ask for the same. *Collective.*
+    """`begin_with` nothing to prepare. *Collective.*"""
+    job, _ = begin_with(call, model, optimizer, asked, prepare=lambda job: None)
+    return job
+
+
+def begin_with(
+    call: str, model: Any, optimizer: Any, asked: Mapping[str, Any], *, prepare: Callable[[Job], _Result]
+) -> tuple[Job, list[_Result]]:
+    """Wait for the save under way, find the job, prepare, and see that all ranks ask for the same. *Collective.*
+
+    All of that in one message: what the ranks prepared counts only if they are at the same call.
 
     Args:
         asked: name -> value of what the call was given and must be alike.
+        prepare: what all ranks get to know of each; not collective.
+
+    Returns:
+        The job, and what each rank prepared.
 
     Raises:
-        CheckpointError: no such model; a difference between the ranks; the save before failed, on any rank.
+        CheckpointError: no such model; a difference between the ranks; the save before failed, or what was to be
+            prepared, on any rank.
         CollectiveError: which ranks are gone, or did not call within the timeout.
     """
     late = async_save.ended()
@@ -74,12 +90,25 @@ def begin(call: str, model: Any, optimizer: Any, asked: Mapping[str, Any]) -> Jo
         if late is not None:
             raise late from None
         raise
+    runtime = job.runtime
+    try:
+        runtime.engine.gather.finish()
+    except CollectiveError as error:  # at once: to tell a rank that is gone would take a timeout more
+        raise CollectiveError(f"{call}: not all ranks came together. {error}") from error
     mine = {name: repr(value) for name, value in asked.items()}
     mine |= {name: "given" if part is not None else "None" for name, part in _parts(job).items()}
-    everyone = agree(mine, late, runtime=job.runtime, what=call)
+    prepared: _Result | None = None
+    problem: BaseException | None = None
+    try:
+        if late is None:
+            prepared = prepare(job)
+    except Exception as error:  # of the user's own `state_dict()` too: no rank waits for one that failed there
+        problem = error
+    word = "" if problem is None else describe(problem)
+    everyone = agree((mine, prepared, word), late, runtime=runtime, what=call, also=problem)
     different = []
     for name in mine:
-        said = [one.get(name, "not given") for one in everyone]
+        said = [one.get(name, "not given") for one, _, _ in everyone]
         if len(set(said)) > 1:
             where = ", ".join(
                 f"{value} on {ranks_text([rank for rank, one in enumerate(said) if one == value])}"
@@ -88,12 +117,15 @@ def begin(call: str, model: Any, optimizer: Any, asked: Mapping[str, Any]) -> Jo
             different.append(f"{name} is {where}")
     if different:
         raise CheckpointError(f"{call}: the ranks do not ask for the same: {'; '.join(different)}")
+    problems = joined([said for _, _, said in everyone])
+    if problems:
+        raise CheckpointError(problems) from problem
     try:
         # Made here and not by the first that needs it: a thread beside the training must not make groups.
-        job.runtime.mesh.host_world()
+        runtime.mesh.host_world()
     except RuntimeError as error:
         raise CollectiveError(f"{call}: the ranks could not make a group for it; one is gone ({error})") from error
-    return job
+    return job, [one for _, one, _ in everyone]
 
 
 def outside_inference_mode(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -194,8 +226,13 @@ def find_job(model: Any, optimizer: Any, *, call: str) -> Job:
     return Job(runtime=runtime, model=model, optimizer=optimizer)
 
 
-def agree(value: Any, problem: BaseException | None, *, runtime: Runtime, what: str) -> list[Any]:
+def agree(
+    value: Any, problem: BaseException | None, *, runtime: Runtime, what: str, also: BaseException | None = None
+) -> list[Any]:
     """The values of all ranks, or, if any has a problem, the same error on all of them. *Collective.*
+
+    Args:
+        also: a problem that `value` tells the others; said here if they do not come.
 
     Raises:
         CheckpointError: a rank has a problem; or the ranks are not at the same call.
@@ -205,8 +242,9 @@ def agree(value: Any, problem: BaseException | None, *, runtime: Runtime, what: 
     try:
         everyone = ops.all_gather_object((what, value, word), group=runtime.mesh.world)
     except CollectiveError as error:
-        here = f"\nOn this rank: {word}" if word else ""
-        raise CollectiveError(f"{what}: not all ranks came together. {error}{here}") from problem
+        own = problem or also
+        here = f"\nOn this rank: {describe(own)}" if own is not None else ""
+        raise CollectiveError(f"{what}: not all ranks came together. {error}{here}") from own
     calls = [called for called, _, _ in everyone]
     problems = joined([said for _, _, said in everyone])
     if len(set(calls)) > 1:

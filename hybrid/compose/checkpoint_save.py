@@ -2,13 +2,14 @@
 
 prepare    every rank: which model, what it holds, plain state; all agree, or all get the same error
 (stage)    async: copies of the tensors, in which training cannot change anything any more
-write      files aside, fsynced; manifest; one rename                                        checkpoint/saving.py
+write      plain state to the first rank; files aside, fsynced; manifest; one rename         checkpoint/saving.py
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import pickle
 import shutil
 import time
 import warnings
@@ -22,14 +23,17 @@ import torch
 from hybrid import __version__
 from hybrid.checkpoint import folder as folders
 from hybrid.checkpoint.held import Region
-from hybrid.checkpoint.manifest import Content, Entry, FileRecord, Manifest
+from hybrid.checkpoint.manifest import Entry, FileRecord, Manifest
 from hybrid.checkpoint.saving import write_regions
+from hybrid.checkpoint.together import gather, meet
+from hybrid.collectives.group import Group
+from hybrid.collectives.pickled import pickled
 from hybrid.compose import async_save, training_state
-from hybrid.compose.checkpoint_contents import STATE_FILE, Found, Plain, encoded, find
+from hybrid.compose.checkpoint_contents import STATE_FILE, Beginning, Document, Found, Plain, begun, find, finished
 from hybrid.compose.checkpoint_job import (
     Job,
     agree,
-    begin,
+    begin_with,
     layout_record,
     path_of,
     refuse_saving_gradients,
@@ -143,9 +147,10 @@ class _Prepared:
     step: int
     writing: Path
     regions: list[Region]
+    plain: Plain
+    beginning: Beginning | None
+    """On the first rank."""
     total_bytes: int
-    state: str
-    contents: tuple[Content, ...]
     layout: dict[str, Any]
     tied: dict[str, str]
     keep: tuple[int | None, int | None]
@@ -173,31 +178,28 @@ def _prepare(
     path = path_of(directory, call=call)
     step = step if whole_number(step) is None else whole_number(step)
     asked = {"directory": str(path), "step": step, "keep_last": keep[0], "keep_every": keep[1], "checksums": checksums}
-    job = begin(call, model, optimizer, asked)
-    runtime, mesh = job.runtime, job.runtime.mesh
-    problem: BaseException | None = None
     found: Found | None = None
-    mine: tuple[int, Plain, dict[str, str]] | None = None
-    try:
+
+    def look(job: Job) -> tuple[int, dict[str, str]]:
+        nonlocal found
         _check(call, job, path, step=step, keep=keep)
         found = find(job, state)
-        mine = (found.num_bytes, found.plain, training_state.state_digests(found.state))
-    except Exception as error:  # of the user's own `state_dict()` too: no rank waits for one that failed there
-        problem = error
-    everyone = agree(mine, problem, runtime=runtime, what=call)
+        return found.num_bytes, training_state.state_digests(found.state)
+
+    job, everyone = begin_with(call, model, optimizer, asked, prepare=look)
+    runtime, mesh = job.runtime, job.runtime.mesh
     assert found is not None and step is not None
-    training_state.check_agreement(runtime, found.state, [digests for _, _, digests in everyone])
-    shared = [plain for _, plain, _ in everyone]
-    tied_buffers = {name: stored for plain in shared for name, stored in plain.tied_buffers.items()}
+    training_state.check_agreement(runtime, found.state, [digests for _, digests in everyone])
     groups = job.optimizer.whole_groups() if job.optimizer is not None else None
-    total = sum(num_bytes for num_bytes, _, _ in everyone)
+    total = sum(num_bytes for num_bytes, _ in everyone)
     regions: list[Region] = []
-    made, document = None, None
-    problem = None
+    made: Path | None = None
+    beginning: Beginning | None = None
+    problem: BaseException | None = None
     try:
         if mesh.rank == 0:
-            document = encoded(job, found, shared, groups)
-            total += sum(region.num_bytes for region in document.regions) + len(document.text)
+            beginning = begun(job, found, groups)
+            total += beginning.num_bytes
             made = _make_room(path, step, total)
         regions = hold(found.regions)
     except Exception as error:
@@ -213,12 +215,12 @@ def _prepare(
         directory=path,
         step=step,
         writing=writing,
-        regions=[*regions, *(document.regions if document is not None else ())],
+        regions=regions,
+        plain=found.plain,
+        beginning=beginning,
         total_bytes=total,
-        state="" if document is None else document.text,
-        contents=() if document is None else document.contents,
         layout=layout_record(runtime),
-        tied=tied_names(runtime) | tied_buffers if job.model is not None else {},
+        tied=tied_names(runtime) if job.model is not None else {},
         keep=keep,
         checksums=checksums,
     )
@@ -267,13 +269,15 @@ def _make_room(path: Path, step: int, total_bytes: int) -> Path:
 
 def _write(prepared: _Prepared) -> Path:
     """Write this rank's part and, on the first rank, what makes it a checkpoint. *Collective.*"""
+    group = prepared.runtime.mesh.host_world()
     try:
+        document = _document(prepared, group)
         write_regions(
-            prepared.regions,
+            [*prepared.regions, *(document.regions if document is not None else ())],
             prepared.writing,
-            group=prepared.runtime.mesh.host_world(),
+            group=group,
             checksums=prepared.checksums,
-            conclude=lambda entries, files: _conclude(prepared, entries, files),
+            conclude=lambda entries, files: _conclude(prepared, document, entries, files),
         )
     except CheckpointError as error:
         _give_up(prepared)
@@ -290,8 +294,25 @@ def _give_up(prepared: _Prepared) -> None:
         shutil.rmtree(prepared.writing, ignore_errors=True)
 
 
-def _conclude(prepared: _Prepared, entries: dict[str, Entry], files: dict[str, FileRecord]) -> None:
-    state = prepared.state.encode()
+def _document(prepared: _Prepared, group: Group) -> Document | None:
+    """All that is no tensor of a parameter's shape, on the first rank. *Collective.*"""
+    document: Document | None = None
+    problem: BaseException | None = None
+    shared = gather(pickled(prepared.plain), group=group)
+    try:
+        if prepared.beginning is not None:
+            document = finished(prepared.beginning, [pickle.loads(plain) for plain in shared])
+    except Exception as error:
+        problem = error
+    meet(problem, group=group)
+    return document
+
+
+def _conclude(
+    prepared: _Prepared, document: Document | None, entries: dict[str, Entry], files: dict[str, FileRecord]
+) -> None:
+    assert document is not None, "called on the first rank"
+    state = document.text.encode()
     record = folders.write_file(prepared.writing / STATE_FILE, state, checksum=prepared.checksums)
     manifest = Manifest(
         hybrid_version=__version__,
@@ -299,10 +320,10 @@ def _conclude(prepared: _Prepared, entries: dict[str, Entry], files: dict[str, F
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         step=prepared.step,
         layout=prepared.layout,
-        contents=prepared.contents,
+        contents=document.contents,
         files={STATE_FILE: record, **files},
         entries=entries,
-        tied=prepared.tied,
+        tied=prepared.tied | document.tied_buffers if "model" in document.contents else {},
     )
     folders.write_manifest(prepared.writing, manifest)
     place = folders.commit(prepared.writing, prepared.directory, prepared.step)

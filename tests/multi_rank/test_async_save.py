@@ -100,6 +100,57 @@ def test_the_checkpoint_has_the_state_at_the_call(layout: str, tmp_path: Path) -
     run_ranks(train_while_it_is_written, world_size, str(tmp_path), settings)
 
 
+class Counting(torch.nn.Linear):
+    """Has state of its own, which it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.seen: dict[str, Any] = {"count": torch.zeros(()), "log": []}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen["count"] += len(inputs)
+        self.seen["log"].append(len(inputs))
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def change_before_it_is_gathered(directory: str) -> None:
+    strategy = hybrid.DistributedStrategy(sharding=True, sharding_configs={"stage": 2})
+    model: Any = hybrid.distributed_model(torch.nn.Sequential(torch.nn.Linear(5, 5), Counting()), strategy=strategy)
+    optimizer = hybrid.distributed_optimizer(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer)
+    at_call, drawn = digest(model, optimizer), torch.get_rng_state()
+    with mock.patch.object(async_save, "_HEAD_START_SECONDS", 0.3):
+        save = hybrid.async_save_checkpoint(directory, model, optimizer, step=1)
+        train(model, optimizer, steps=2)
+        torch.rand(1)
+        assert not save.done()
+    save.wait()
+    hybrid.load_checkpoint(directory, model, optimizer)
+    assert digest(model, optimizer) == at_call
+    assert torch.equal(torch.get_rng_state(), drawn)
+    (counting,) = (module for module in model.modules() if isinstance(module, Counting))
+    assert counting.seen == {"count": torch.tensor(4.0), "log": [4]}
+    # What a document cannot hold is said by the call itself, to all ranks, though one alone has it.
+    if dist.get_rank() == 1:
+        for state in optimizer.state.values():
+            state["odd"] = object()
+    with pytest.raises(CheckpointError, match=r"\['odd'\] is a object, which a checkpoint cannot hold.*rank 1"):
+        hybrid.async_save_checkpoint(directory, model, optimizer, step=2)
+    dist.barrier()
+    assert [path.name for path in Path(directory).iterdir()] == ["step_00000001"]
+
+
+def test_small_state_is_that_of_the_call_though_the_ranks_tell_it_later(tmp_path: Path) -> None:
+    """Protects against counts of steps, module state and random numbers of later steps than the weights."""
+    run_ranks(change_before_it_is_gathered, 2, str(tmp_path))
+
+
 # -- one at a time -----------------------------------------------------------------------------------------------------
 
 
