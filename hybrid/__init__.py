@@ -16,6 +16,7 @@ _HOMES = {
     "BatchError": "hybrid.errors",
     "CheckpointError": "hybrid.errors",
     "CollectiveError": "hybrid.errors",
+    "CsvLogger": "hybrid.profile.loggers",
     "DistributedBatchSampler": "hybrid.data.sampler",
     "DistributedStrategy": "hybrid.strategy",
     "GradientAccessError": "hybrid.errors",
@@ -27,7 +28,9 @@ _HOMES = {
     "PipelineLayer": "hybrid.pipeline.layers",
     "PlanError": "hybrid.errors",
     "SharedLayerDesc": "hybrid.pipeline.layers",
+    "StepRecord": "hybrid.profile.step_record",
     "StrategyError": "hybrid.errors",
+    "TensorBoardLogger": "hybrid.profile.loggers",
     "async_save_checkpoint": "hybrid.compose.checkpoint_save",
     "distributed_model": "hybrid.compose.model",
     "distributed_optimizer": "hybrid.compose.optimizer",
@@ -89,6 +92,9 @@ if TYPE_CHECKING:
     from hybrid.pipeline.layers import PipelineLayer as PipelineLayer
     from hybrid.pipeline.layers import SharedLayerDesc as SharedLayerDesc
     from hybrid.planner.plan import plan as plan
+    from hybrid.profile.loggers import CsvLogger as CsvLogger
+    from hybrid.profile.loggers import TensorBoardLogger as TensorBoardLogger
+    from hybrid.profile.step_record import StepRecord as StepRecord
     from hybrid.strategy import DistributedStrategy as DistributedStrategy
 
 

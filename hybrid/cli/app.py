@@ -14,6 +14,7 @@ from hybrid.cli.cluster import commands as cluster_commands
 from hybrid.cli.demo import demo
 from hybrid.cli.explain import explain
 from hybrid.cli.plan import plan
+from hybrid.cli.profile import profile
 from hybrid.cli.run import run
 from hybrid.cli.schedule import schedule
 from hybrid.errors import HybridError
@@ -24,6 +25,7 @@ __all__ = ["app", "main"]
 COMMANDS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("demo", demo, {}),
     ("run", run, {"allow_interspersed_args": False}),
+    ("profile", profile, {"allow_interspersed_args": False}),
     ("explain", explain, {}),
     ("plan", plan, {}),
     ("schedule", schedule, {}),
@@ -36,6 +38,7 @@ Train an ordinary PyTorch model over many processes, as one strategy says.
 Start here:
   hybrid demo                                   a real model on 4 local ranks, under two minutes
   hybrid run --nproc 4 train.py --epochs 3      your script on 4 ranks of this machine
+  hybrid profile --nproc 4 train.py             where the time of its steps goes, and what to change
   hybrid explain strategy.yaml --world-size 16  every setting of a strategy and where it comes from
   hybrid plan --model llama3-8b --cluster 1x8xH100 --global-batch 64   the fastest layout that fits
   hybrid cluster show 4x8xH100 --network 8x400G links and switches of a cluster, and their rates

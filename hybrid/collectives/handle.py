@@ -8,6 +8,7 @@ from typing import Protocol
 from hybrid.collectives import trace
 from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
 from hybrid.collectives.exchange import PeerError
+from hybrid.collectives.ranges import waiting
 from hybrid.errors import CollectiveError
 
 __all__ = ["Handle", "Pending", "collective_error", "forget_calls"]
@@ -59,7 +60,8 @@ class Handle:
         call, pending, started = self._call, self._pending, time.monotonic()
         self._pending = None
         try:
-            pending.finish()
+            with waiting("control" if call.control else call.op, call.group.axis):
+                pending.finish()
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 failure = collective_error(call, error, waited_seconds=time.monotonic() - started)

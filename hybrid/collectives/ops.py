@@ -31,6 +31,7 @@ from hybrid.collectives.group import Group
 from hybrid.collectives.handle import Handle, Pending, collective_error
 from hybrid.collectives.native import Native
 from hybrid.collectives.pickled import pickled
+from hybrid.collectives.ranges import waiting
 
 __all__ = [
     "Group",
@@ -229,7 +230,7 @@ def start_directly(call: Call) -> Pending:
 def _launch(call: Call, *, async_op: bool) -> Handle:
     HISTORY.append(call)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), waiting("control" if call.control else call.op, call.group.axis):
             interposer = get_interposer()
             pending = start_directly(call) if interposer is None else interposer.start(call)
     except RuntimeError as error:

@@ -5,16 +5,20 @@ and then one transfer per tensor; tensors that fit travel inside the header. Sen
 kept until gloo has taken them. Receiving takes messages as they come, and keeps one that is not asked for yet, so
 that two ranks need not agree on the order in which they use what they exchange.
 
+A message belongs to an *epoch* (a step). Who has begun one drops what comes from earlier ones: a step that was left by
+an exception leaves messages behind, which must not be taken for those of the next.
+
 On NCCL the headers go over a gloo group beside it, since the host must read them.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,18 +27,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid import shims
 from hybrid.collectives import trace
 from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
 from hybrid.collectives.channel import receive, send
 from hybrid.collectives.group import Group
 from hybrid.collectives.ops import Sending, get_interposer
+from hybrid.collectives.ranges import waiting
 from hybrid.errors import CollectiveError, ModelError
 
 __all__ = ["Stream"]
 
 _HEADER_TAG, _REST_TAG, _DATA_TAG = 1, 2, 3
 _SLOT_BYTES = 4096
-_LENGTHS = struct.Struct("<2q")
+_HEAD = struct.Struct("<2q")  # length of what follows, epoch
 # Small enough to be part of the header's message: fewer messages for labels, masks and numbers.
 _INLINE_BYTES = 1024
 
@@ -53,9 +59,40 @@ class _Sent:
     """A message that gloo may still be reading."""
 
     key: Hashable
+    epoch: int
     calls: list[Call]
     works: list[Sending]
     buffers: list[torch.Tensor]
+    versions: list[tuple[torch.Tensor, int | None]]
+    """Of the caller's own memory, how often it had been written to."""
+
+
+class _Description(pickle.Pickler):
+    """Pickles what comes beside the tensors. What is in an object of any class goes along as values."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._within = "an object that is no tuple, list or dict"
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            self._check(obj)
+        elif not isinstance(obj, type) and type(obj).__module__.partition(".")[0] not in {"hybrid", "torch"}:
+            self._within = f"an object of type {type(obj).__name__}"
+        return NotImplemented
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        way = (
+            "pass tensors in tuples, lists, dicts or the fields of a dataclass (@dataclasses.dataclass above the class "
+            "makes it one)"
+        )
+        what = f"a tensor of shape {tuple(tensor.shape)} inside {self._within}"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ModelError(
+                f"{what} goes on to another rank and has a gradient, which cannot come back from inside there: {way}"
+            )
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise ModelError(f"{what} goes on to another rank, and its memory is not here (ZeRO stage 3): {way}")
 
 
 class Stream:
@@ -77,47 +114,63 @@ class Stream:
         self._posted: tuple[dist.Work, torch.Tensor] | None = None
         self._under_way: deque[_Sent] = deque()
         self._early: dict[Hashable, tuple[Any, list[torch.Tensor]]] = {}
+        self._epoch = 0
 
     @property
     def peer_rank(self) -> int:
         return self._group.ranks[self._peer]
 
+    def begin(self, epoch: int) -> None:
+        """What is sent and received from now on belongs to this epoch; numbers rise, on both sides alike."""
+        self._epoch = epoch
+        self._early.clear()
+
     # -- sending -----------------------------------------------------------------------------------------------
 
     def send(self, key: Hashable, description: Any, tensors: Sequence[torch.Tensor], *, window: int) -> None:
-        """Start sending; the tensors must not be written to from now on.
+        """Start sending; the tensors must not be written to from now on, which is checked when they have gone.
 
         Args:
             key: what the receiver asks for.
             description: anything that pickles; goes along as it is.
             tensors: contiguous or not; what is not is copied.
             window: messages that may be under way; with more, wait until the peer has taken the oldest.
+
+        Raises:
+            ModelError: the description cannot be sent as it is.
+            CollectiveError: the peer is gone.
         """
         leaves: list[_Leaf] = []
         buffers: list[torch.Tensor] = []
         inside: list[torch.Tensor] = []
         for tensor in tensors:
-            flat = tensor.detach().contiguous().view(-1)
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             small = flat.numel() * flat.element_size() <= _INLINE_BYTES and len(tensors) <= 2
             raw = (flat.cpu().view(torch.uint8).numpy().tobytes() if flat.numel() else b"") if small else None
             leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, raw))
             (buffers if raw is None else inside).append(flat)
+        file = io.BytesIO()
         try:
-            body = pickle.dumps((key, description, leaves))
+            _Description(file).dump((key, description, leaves))
+        except ModelError:
+            raise
         except Exception as error:
             raise ModelError(
                 f"a value that goes on to rank {self.peer_rank} cannot be sent: {error}; let the layers pass tensors, "
                 "numbers and None, in dicts, lists, tuples or dataclasses of a module"
             ) from error
-        head = body[: _SLOT_BYTES - _LENGTHS.size]
+        body = file.getvalue()
+        head = body[: _SLOT_BYTES - _HEAD.size]
         raw_slot = bytearray(_SLOT_BYTES)
-        _LENGTHS.pack_into(raw_slot, 0, len(body), 0)
-        raw_slot[_LENGTHS.size : _LENGTHS.size + len(head)] = head
+        _HEAD.pack_into(raw_slot, 0, len(body), self._epoch)
+        raw_slot[_HEAD.size : _HEAD.size + len(head)] = head
         slot = torch.frombuffer(raw_slot, dtype=torch.uint8)
-        sent = _Sent(key=key, calls=[], works=[send(slot, self._headers, self._peer, _HEADER_TAG)], buffers=[slot])
+        versions = [(buffer, shims.version_of(buffer)) for buffer in buffers]
+        sent = _Sent(key=key, epoch=self._epoch, calls=[], works=[], buffers=[slot], versions=versions)
+        sent.works.append(self._launch("send to", partial(send, slot, self._headers, self._peer, _HEADER_TAG)))
         if len(body) > len(head):
             rest = torch.frombuffer(bytearray(body[len(head) :]), dtype=torch.uint8)
-            sent.works.append(send(rest, self._headers, self._peer, _REST_TAG))
+            sent.works.append(self._launch("send to", partial(send, rest, self._headers, self._peer, _REST_TAG)))
             sent.buffers.append(rest)
         sent.calls += [Call(op="send", group=self._group, buffer=flat) for flat in inside if flat.numel()]
         for buffer in buffers:
@@ -126,27 +179,26 @@ class Stream:
             sent.works.append(self._start(sent.calls[-1], buffer))
             sent.buffers.append(buffer)
         self._under_way.append(sent)
-        while len(self._under_way) > window:
+        while sum(one.epoch == self._epoch for one in self._under_way) > window:
             self._complete_first()
 
     def _start(self, call: Call, buffer: torch.Tensor) -> Sending:
         interposer = get_interposer()
-        if interposer is None:
-            return send(buffer, self._data, self._peer, _DATA_TAG)
-        return interposer.send(call, partial(send, buffer, self._data, self._peer, _DATA_TAG))
+        start = partial(self._launch, "send to", partial(send, buffer, self._data, self._peer, _DATA_TAG))
+        return start() if interposer is None else interposer.send(call, start)
 
     def confirm(self, key: Hashable) -> None:
         """The peer has this message (it has answered), and all before it: let go of their buffers."""
-        if any(sent.key == key for sent in self._under_way):
+        if any(sent.key == key and sent.epoch == self._epoch for sent in self._under_way):
             while self._under_way:
-                is_last = self._under_way[0].key == key
+                first = self._under_way[0]
                 self._complete_first()
-                if is_last:
+                if first.key == key and first.epoch == self._epoch:
                     return
 
     def flush(self) -> None:
-        """Wait until the peer has everything."""
-        while self._under_way:
+        """Wait until the peer has everything of this epoch; what is older it takes before the next message."""
+        while self._under_way and self._under_way[-1].epoch == self._epoch:
             self._complete_first()
 
     def _complete_first(self) -> None:
@@ -158,6 +210,17 @@ class Stream:
             call.end(CallState.DONE)
             if trace.is_on():
                 trace.record_call(call, wait_seconds=time.monotonic() - started)
+        if sent.epoch == self._epoch:
+            self._check_untouched(sent)
+
+    def _check_untouched(self, sent: _Sent) -> None:
+        for buffer, version in sent.versions:
+            if shims.version_of(buffer) != version:
+                raise ModelError(
+                    f"a tensor of {buffer.numel()} elements of {str(buffer.dtype).removeprefix('torch.')} was written "
+                    f"to while it was being sent to rank {self.peer_rank}, so that its values there are not certain: a "
+                    "layer keeps what it returned and changes it later. Let it return a copy (tensor.clone())"
+                )
 
     # -- receiving ---------------------------------------------------------------------------------------------
 
@@ -165,7 +228,8 @@ class Stream:
         """Tell gloo that a message may come: it then travels while this process computes."""
         if self._posted is None:
             slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8)
-            self._posted = (receive(slot, self._headers, self._peer, _HEADER_TAG), slot)
+            work = self._launch("receive from", partial(receive, slot, self._headers, self._peer, _HEADER_TAG))
+            self._posted = (work, slot)
 
     def receive(self, key: Hashable) -> tuple[Any, list[torch.Tensor]]:
         """The description and the tensors of the message with this key; blocks until it is there.
@@ -174,22 +238,24 @@ class Stream:
             CollectiveError: the peer is gone, or did not send in time.
         """
         while key not in self._early:
-            found, description, tensors = self._next()
-            self._early[found] = (description, tensors)
+            epoch, found, description, tensors = self._next()
+            if epoch == self._epoch:
+                self._early[found] = (description, tensors)
         return self._early.pop(key)
 
-    def _next(self) -> tuple[Hashable, Any, list[torch.Tensor]]:
+    def _next(self) -> tuple[int, Hashable, Any, list[torch.Tensor]]:
         self.post()
         assert self._posted is not None
         work, slot = self._posted
         self._posted = None
         self._wait(work, "receive from")
         raw = slot.numpy().tobytes()
-        length, _ = _LENGTHS.unpack_from(raw, 0)
-        body = raw[_LENGTHS.size : _LENGTHS.size + length]
+        length, epoch = _HEAD.unpack_from(raw, 0)
+        body = raw[_HEAD.size : _HEAD.size + length]
         if len(body) < length:
             rest = torch.empty(length - len(body), dtype=torch.uint8)
-            self._wait(receive(rest, self._headers, self._peer, _REST_TAG), "receive from")
+            start = partial(receive, rest, self._headers, self._peer, _REST_TAG)
+            self._wait(self._launch("receive from", start), "receive from")
             body += rest.numpy().tobytes()
         key, description, leaves = pickle.loads(body)
         tensors, works = [], []
@@ -202,28 +268,40 @@ class Stream:
                 tensors.append(tensor.to(self._device))
             else:
                 tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
-                works.append(receive(tensor.view(-1), self._data, self._peer, _DATA_TAG))
+                start = partial(receive, tensor.view(-1), self._data, self._peer, _DATA_TAG)
+                works.append(self._launch("receive from", start))
                 tensors.append(tensor)
         self.post()  # the one after it may come while this one is used
         for work in works:
             self._wait(work, "receive from")
-        return key, description, tensors
+        return epoch, key, description, tensors
+
+    def _launch(self, what: str, start: Callable[[], dist.Work]) -> dist.Work:
+        """Start a transfer; gloo refuses at once where it knows that the peer is gone."""
+        try:
+            with waiting("send" if what == "send to" else "receive", self._group.axis):
+                return start()
+        except RuntimeError as error:
+            raise self._explained(what, error) from None
 
     def _wait(self, work: Sending, what: str) -> None:
         interposer = get_interposer()
         if interposer is not None:
             interposer.before_waiting()
-        seconds = self._group.timeout_seconds
         try:
-            work.wait(timedelta(seconds=seconds))
+            with waiting("send" if what == "send to" else "receive", self._group.axis):
+                work.wait(timedelta(seconds=self._group.timeout_seconds))
         except CollectiveError:
             raise  # of a test backend
         except RuntimeError as error:
-            rank = self._group.ranks[self._group.rank]
-            text = first_sentence(str(error))
-            late = "timed out" in text.lower() or "timeout" in text.lower()
-            why = "nothing came in time" if late else "it is gone; look for the first error among the other ranks"
-            raise CollectiveError(
-                f"rank {rank}: {what} rank {self.peer_rank} over {self._group.axis} failed (timeout {seconds:g} s): "
-                f"{why} ({text})\nThe last collectives of rank {rank}, oldest first:\n{describe_history()}"
-            ) from None
+            raise self._explained(what, error) from None
+
+    def _explained(self, what: str, error: RuntimeError) -> CollectiveError:
+        rank, seconds = self._group.ranks[self._group.rank], self._group.timeout_seconds
+        text = first_sentence(str(error))
+        late = "timed out" in text.lower() or "timeout" in text.lower()
+        why = "nothing came in time" if late else "it is gone; look for the first error among the other ranks"
+        return CollectiveError(
+            f"rank {rank}: {what} rank {self.peer_rank} over {self._group.axis} failed (timeout {seconds:g} s): "
+            f"{why} ({text})\nThe last collectives of rank {rank}, oldest first:\n{describe_history()}"
+        )

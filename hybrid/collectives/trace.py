@@ -32,6 +32,8 @@ class CallRecord:
     """Counters, sizes, barriers: traffic that no formula of the training state predicts."""
     step: int
     """How many times `mark_step` had been called when it ended."""
+    ended: float = 0.0
+    """When, in seconds of `time.monotonic`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,6 +147,7 @@ def record_call(call: Call, *, wait_seconds: float) -> None:
                 wait_seconds=wait_seconds,
                 control=call.control,
                 step=recording.num_steps,
+                ended=ended,
             )
         )
 

@@ -20,6 +20,8 @@ from hybrid.compose import grad_norm
 from hybrid.compose.batch import check_same_batch
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.copies import check_equal_gradients
+from hybrid.compose.profiling import Profiling
+from hybrid.compose.step_callbacks import StepCallbacks
 from hybrid.errors import ModelError, OptimizerError
 from hybrid.mesh import Mesh
 from hybrid.sharding.engine import ShardingEngine
@@ -30,7 +32,9 @@ from hybrid.tensor.cuts import TensorCuts
 if TYPE_CHECKING:
     from torch import nn
 
+    from hybrid.compose.added_parts import AddedParts
     from hybrid.compose.pipeline import Stages
+    from hybrid.compose.tied_holders import TiedHolders
 
 __all__ = ["Runtime"]
 
@@ -60,6 +64,10 @@ class Runtime:
         """Which parameters are cut over tp; None without tensor parallel."""
         self.stages: Stages | None = None
         """What this rank does of a pipeline; None without one."""
+        self.parts: AddedParts | None = None
+        """Knows what the model had when it was wrapped."""
+        self.tied: TiedHolders | None = None
+        """Parameters that several stages hold."""
         self.model: weakref.ref[nn.Module] | None = None
         """The wrapped model."""
         self.held: HeldState | None = None
@@ -80,6 +88,8 @@ class Runtime:
         self._stepped_at: dict[int, int] = {}
         self._unscaled_at = -1
         self.scaler = _make_scaler(strategy, mesh)
+        self.profiling = Profiling.asked_for(strategy, mesh)
+        self.step_callbacks = StepCallbacks()
         engine.reducer.unscaler = self.unscale
         engine.reducer.holds_anywhere = self.holds_anywhere
 
@@ -190,6 +200,17 @@ class Runtime:
         if not self.is_batch_checked:
             check_same_batch(batch, group=self.mesh.group("pp", "tp"))
             self.is_batch_checked = True
+
+    def check_parts(self) -> None:
+        """Refuse what was added to the model since it was wrapped, and edits that parted a tie. *Collective.*
+
+        Raises:
+            ModelError: see `AddedParts` and `TiedHolders`.
+        """
+        if self.parts is not None:
+            self.parts.check()
+        if self.tied is not None:
+            self.tied.check()
 
     def has_gradients(self) -> bool:
         """Whether any gradient buffer is alive on this rank."""

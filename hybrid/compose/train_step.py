@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from hybrid.collectives import ops
+from hybrid.collectives.ranges import RangeKind, named_range
 from hybrid.compose.batch import num_samples, split_batch
 from hybrid.compose.context import DATA_AXES
+from hybrid.compose.loss_scale import record_overflow, unscale_gradients
 from hybrid.compose.losses import ForwardStep, LossFunction, run_forward
 from hybrid.compose.optimizer import DistributedOptimizer
 from hybrid.compose.pipeline_step import evaluate_pipeline, reduces_after, train_pipeline
@@ -81,9 +83,15 @@ def train_batch(
 ) -> StepResult:
     """See `DistributedModel.train_batch`."""
     started_seconds = time.perf_counter()
+    if not torch.is_grad_enabled():
+        raise ModelError(
+            "train_batch inside torch.no_grad() or torch.inference_mode(): nothing could be trained there. Call it "
+            "outside, or eval_batch for a loss without gradients"
+        )
     runtime.recover()
     runtime.engine.adopt_hand_made_changes()
     _check_arguments(runtime, optimizer, step)
+    runtime.check_parts()
     _check_forward_step(runtime, forward_step)
     runtime.check_batch(batch)
     scaler = _choose_scaler(runtime, scaler)
@@ -91,7 +99,7 @@ def train_batch(
     micro_batches = split_batch(
         batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
     )
-    totals = torch.zeros(5, dtype=torch.float64, device=runtime.engine.device)
+    totals = torch.zeros(6, dtype=torch.float64, device=runtime.engine.device)
     _check_samples_everywhere(runtime, micro_batches)
     totals[4] = float(reducer.dropped_by_hand)
     reducer.dropped_by_hand = False
@@ -105,11 +113,12 @@ def train_batch(
             totals_handle = ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES, "pp"), control=True)
         for index, micro_batch in enumerate(micro_batches if runtime.stages is None else ()):
             reduce_now = reduces_after(strategy.grad_reduce, index=index, last=last, step=step)
-            loss_sum = run_forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
+            with named_range("forward micro-batch", index, RangeKind.FORWARD):
+                loss_sum = run_forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
             if index == last:
                 # Under way during the last backward, so that its latency costs nothing.
                 totals_handle = ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES), control=True)
-            with runtime.reducing(reduce_now):
+            with named_range("backward micro-batch", index, RangeKind.BACKWARD), runtime.reducing(reduce_now):
                 if loss_sum is not None:
                     (loss_sum if scaler is None else scaler.scale(loss_sum)).backward()
                 if reduce_now:
@@ -122,6 +131,8 @@ def train_batch(
     runtime.engine.end_run()
     assert totals_handle is not None
     totals_handle.wait()
+    if runtime.stages is not None:
+        _check_graph(runtime, totals[5])
     loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
     before = runtime.accumulated_weight if totals[4].item() == 0 else None
     runtime.accumulated_weight = totals[1].clone() if before is None else before + totals[1]
@@ -151,6 +162,7 @@ def eval_batch(
     """See `DistributedModel.eval_batch`."""
     strategy = runtime.strategy
     _check_forward_step(runtime, forward_step)
+    runtime.check_parts()
     runtime.check_batch(batch)
     totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
     with _evaluating(model), torch.no_grad():
@@ -191,6 +203,17 @@ def _check_samples_everywhere(runtime: Runtime, micro_batches: list[Any]) -> Non
                 "together there, so each needs a sample. Use a sampler whose tail is not empty (tail='fold'), or fewer "
                 f"accumulate_steps{other}"
             )
+
+
+def _check_graph(runtime: Runtime, without: torch.Tensor) -> None:
+    """Raises ModelError, on all ranks: a loss from which no backward can start; only the last stage has seen it."""
+    if (count := without.item()) > 0:
+        runtime.mark_failed()
+        raise ModelError(
+            f"the loss of {count:.0f} micro-batches (over all pipelines) does not depend on anything that is trained: "
+            "loss_fn detaches the output, computes without gradients, or every parameter that the loss depends on is "
+            "frozen. Return a loss that is computed from the output"
+        )
 
 
 def _choose_scaler(runtime: Runtime, scaler: Any) -> torch.amp.GradScaler | None:
@@ -243,17 +266,22 @@ def _update(
     runtime.engine.check_unchanged()
     assert runtime.accumulated_weight is not None
     skipped = runtime.accumulated_weight.item() <= 0
+    overflow: bool | None = None
     if scaler is not None:
         runtime.synchronise(shards=optimizer.hybrid_shards)
         if runtime.has_gradient_anywhere():
-            scaler.unscale_(optimizer)
-    grad_norm = runtime.synchronise_and_clip(shards=optimizer.hybrid_shards, want_norm=True)
-    if scaler is not None and runtime.has_gradient_anywhere():
+            overflow = unscale_gradients(runtime, scaler)
+    with named_range("settle, norm and clip"):
+        grad_norm = runtime.synchronise_and_clip(shards=optimizer.hybrid_shards, want_norm=True)
+    if scaler is not None and overflow is not None:
         assert grad_norm is not None
-        skipped = skipped or not bool(torch.isfinite(grad_norm))
-        scaler.update()
+        skipped = skipped or overflow or not bool(torch.isfinite(grad_norm))
+        record_overflow(scaler, overflow=overflow, device=runtime.engine.device)
     if not skipped:
-        optimizer.step_settled(deferred=runtime.strategy.overlap_param_gather)
+        with named_range("optimizer step", kind=RangeKind.OPTIMIZER):
+            optimizer.step_settled(deferred=runtime.strategy.overlap_param_gather)
+    if runtime.tied is not None:
+        runtime.tied.note()
     runtime.zero_grad()
     return grad_norm, skipped
 

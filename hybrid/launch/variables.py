@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["LOG_DIR_VARIABLE", "PARENT_VARIABLE", "RESUME_VARIABLE", "STRATEGY_VARIABLE", "resume_directory"]
+__all__ = [
+    "LOG_DIR_VARIABLE",
+    "PARENT_VARIABLE",
+    "PROFILE_VARIABLE",
+    "RESUME_VARIABLE",
+    "STRATEGY_VARIABLE",
+    "resume_directory",
+]
 
 STRATEGY_VARIABLE = "HYBRID_STRATEGY"  # file that `distributed_model` takes when it is given no strategy
 RESUME_VARIABLE = "HYBRID_RESUME"  # folder of checkpoints from whose newest complete one the script goes on
+PROFILE_VARIABLE = "HYBRID_PROFILE"  # what `hybrid profile` wants of the steps, as JSON
 LOG_DIR_VARIABLE = "HYBRID_LOG_DIR"  # folder of this run's logs
 PARENT_VARIABLE = "HYBRID_PARENT_PID"  # the process whose end also ends the one that reads it
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from hybrid.collectives import ops
+from hybrid.collectives.ranges import named_range
 from hybrid.sharding.absence import AbsentParameter, mark_absent, mark_present
 from hybrid.sharding.bucket import Bucket
 
@@ -44,7 +45,8 @@ class ParameterGather:
             group = self._groups[bucket.index]
             if group.size == 1:
                 continue
-            handle = ops.all_gather(bucket.data, bounds=bucket.partition.bounds, group=group, tag=bucket.index)
+            with named_range("gather bucket", bucket.index):
+                handle = ops.all_gather(bucket.data, bounds=bucket.partition.bounds, group=group, tag=bucket.index)
             self._under_way.append((bucket, handle))
 
     def defer(self) -> None:
@@ -71,6 +73,7 @@ class ParameterGather:
 
     def _finish_first(self) -> None:
         bucket, handle = self._under_way.popleft()
-        handle.wait()
+        with named_range("end of gather bucket", bucket.index):
+            handle.wait()
         mark_present(bucket.parameters)
         self._waiters.pop(bucket.index, None)

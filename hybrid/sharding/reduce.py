@@ -23,6 +23,7 @@ import torch
 
 from hybrid import shims
 from hybrid.collectives import ops
+from hybrid.collectives.ranges import named_range
 from hybrid.errors import ModelError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.gradient_handle import GradientHandle, Unscaler
@@ -225,10 +226,11 @@ class Reducer:
         bucket = self.buckets[self._round[self._next]]
         group, _ = self._groups[bucket.index]
         buffer = self._to_send(bucket, bucket.take_local())
-        if bucket.partition.num_shards == 1:
-            handle = ops.all_reduce(buffer, group=group, tag=bucket.index)
-        else:
-            handle = ops.reduce_scatter(buffer, bounds=bucket.partition.bounds, group=group, tag=bucket.index)
+        with named_range("reduce bucket", bucket.index):
+            if bucket.partition.num_shards == 1:
+                handle = ops.all_reduce(buffer, group=group, tag=bucket.index)
+            else:
+                handle = ops.reduce_scatter(buffer, bounds=bucket.partition.bounds, group=group, tag=bucket.index)
         self._in_flight.append((bucket, buffer, handle))
         self._next += 1
         if self._max_in_flight == 0:
@@ -257,8 +259,9 @@ class Reducer:
 
     def _complete_first(self) -> None:
         bucket, buffer, handle = self._in_flight.popleft()
-        handle.wait()
-        bucket.add_reduced(buffer)
+        with named_range("end of reduce bucket", bucket.index):
+            handle.wait()
+            bucket.add_reduced(buffer)
 
     def _finish_all_rounds(self) -> None:
         """End of a backward: close the open rounds of all models in one order, that of their wrapping.

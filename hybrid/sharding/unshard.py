@@ -29,6 +29,7 @@ from torch import nn
 
 from hybrid import shims
 from hybrid.collectives import ops
+from hybrid.collectives.ranges import named_range
 from hybrid.errors import ModelError
 from hybrid.sharding.absence import mark_absent, mark_present
 from hybrid.sharding.bucket import Bucket
@@ -89,6 +90,7 @@ class Unsharder:
         self._in_backward = False
         self._needed_in_backward: set[int] = set()
         self._kept: set[int] = set()  # stay whole to the end of the backward
+        self._lent: set[int] = set()  # a forward without gradients returned views of them: stay whole to the next one
         self._views: set[int] = set()  # were kept since the last step: graphs may hold views of them
         self._hold = False  # a graph of gradients was made, whose nodes no hook announces: free nothing until the step
         self._edited = 0
@@ -141,6 +143,7 @@ class Unsharder:
         if self._forward_depth == 0:
             self._in_backward = False
             self._active.clear()
+            self._lent.clear()
             self._this_pass = []
             self._in_run = self._in_run and torch.is_grad_enabled()
             self._free_idle()
@@ -155,6 +158,7 @@ class Unsharder:
         if self._this_pass:
             self._order = self._this_pass
         self._active.clear()
+        self._keep_views([self._buckets[index] for index in self._around], output)
         self._free_idle()
         if torch.is_grad_enabled():
             for tensor in (*tensors_in(output), *self._attribute_tensors()):
@@ -173,7 +177,8 @@ class Unsharder:
     def _before_unit_hook(self, name: str) -> Any:
         def before_unit(module: nn.Module, args: Any) -> None:
             self._active.append(name)
-            self._gather(self._units[name])
+            with named_range("gather unit", name):
+                self._gather(self._units[name])
             mark_present(self._parameters[name])
             if not shims.in_backward():
                 self._this_pass.append(name)
@@ -190,8 +195,8 @@ class Unsharder:
                 self._guard(self._parameters[name])
             if shims.in_backward():
                 return
+            self._keep_views(self._units[name], output)
             if torch.is_grad_enabled():
-                self._keep_views(name, output)
                 hook = self._before_unit_backward(name, self._this_pass, len(self._this_pass))
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
@@ -207,12 +212,15 @@ class Unsharder:
             running = {id(p) for active in self._active for p in self._parameters[active]}
             mark_absent((p for p in parameters if id(p) not in running), self)
 
-    def _keep_views(self, name: str, output: Any) -> None:
-        """A unit that returns (a view of) its own parameter: its parent will need it in backward, before our hook."""
-        for tensor in tensors_in(output):
-            for bucket in self._units[name]:
-                if tensor.untyped_storage().data_ptr() == bucket.data.untyped_storage().data_ptr():
-                    self._keep(bucket)
+    def _keep_views(self, buckets: Sequence[Bucket], output: Any) -> None:
+        """Who returns (a view of) its own parameter: others will need it, also in backward, before our hook."""
+        memories = {shims.memory_of(bucket.data): bucket for bucket in buckets}
+        for tensor in tensors_in(output, all_of_them=True):
+            bucket = memories.get(shims.memory_of(tensor)) if tensor.layout == torch.strided else None
+            if bucket is not None and torch.is_grad_enabled():
+                self._keep(bucket)
+            elif bucket is not None:
+                self._lent.add(bucket.index)
 
     def _keep(self, bucket: Bucket) -> None:
         self._kept.add(bucket.index)
@@ -252,7 +260,8 @@ class Unsharder:
             # its input), so only later ones are through.
             before = pass_order[:calls]
             self._needed_in_backward = self._around | {b.index for unit in before for b in self._units[unit]}
-            self._gather(self._units[name])
+            with named_range("gather unit", name):
+                self._gather(self._units[name])
             mark_present(self._parameters[name])
             self._free_idle()
             self._fetch_ahead(name, step=-1)
@@ -323,8 +332,9 @@ class Unsharder:
         for distance in range(1, self._prefetch + 1):
             neighbour = place + step * distance
             if 0 <= neighbour < len(order):
-                for bucket in self._units[order[neighbour]]:
-                    self._start(bucket)
+                with named_range("gather ahead unit", order[neighbour]):
+                    for bucket in self._units[order[neighbour]]:
+                        self._start(bucket)
 
     def _free_idle(self) -> None:
         """Free what no running unit needs, and the model's forward or backward does not hold."""
@@ -335,8 +345,9 @@ class Unsharder:
             needed |= self._around
         if self._in_backward:
             needed |= self._needed_in_backward
+        needed |= self._kept | self._lent
         for bucket in self._buckets:
-            if bucket.index not in needed and bucket.index not in self._kept:
+            if bucket.index not in needed:
                 self._free(bucket)
 
     def _free(self, bucket: Bucket, *, out_of_date: bool = False) -> None:
@@ -362,6 +373,7 @@ class Unsharder:
         """After an update: whatever is whole is out of date, and no graph made before may be used any more."""
         self._in_run = False
         self._kept.clear()
+        self._lent.clear()
         self._views.clear()
         self._hold = False
         for bucket in self._buckets:

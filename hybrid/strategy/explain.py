@@ -55,6 +55,7 @@ _DETAILS = {
         "amp_backoff_factor",
     ),
     "recompute": ("recompute_units", "recompute_policy", "recompute_preserve_rng"),
+    "profile": ("profile_steps", "profile_warmup", "profile_directory"),
     "tensor_parallel": ("sequence_parallel", "tensor_plan", "tensor_verify"),
     "pipeline": ("schedule", "virtual_stages", "split"),
 }

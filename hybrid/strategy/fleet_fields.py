@@ -233,7 +233,7 @@ _ALWAYS = (
     _agrees("hybrid_configs.sharding_configs.use_reduce_avg", "the mean is exact either way; scaled in one place"),
     _agrees("hybrid_configs.sharding_configs.release_gradients", "gradient buffers are freed as the stage says"),
     _agrees("hybrid_configs.sharding_configs.free_grads_in_comm", "gradient buffers are freed as the stage says"),
-    _agrees("pipeline_configs.p2p_cache_shape", "shapes are announced again only when they change"),
+    _agrees("pipeline_configs.p2p_cache_shape", "shapes travel with each message, in its header"),
 )
 
 

@@ -28,6 +28,7 @@ FLAGS = {
     "amp": "amp_configs",
     "recompute": "recompute_configs",
     "gradient_merge": "gradient_merge_configs",
+    "profile": "profile_configs",
 }
 
 # Setting -> the fields that can give it; the default is that of the first.
@@ -68,6 +69,10 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "recompute_units": ("recompute_configs.units",),
     "recompute_policy": ("recompute_configs.policy",),
     "recompute_preserve_rng": ("recompute_configs.preserve_rng",),
+    "profile": ("profile",),
+    "profile_steps": ("profile_configs.steps",),
+    "profile_warmup": ("profile_configs.warmup",),
+    "profile_directory": ("profile_configs.directory",),
     "micro_batch_size": ("micro_batch_size", "pipeline_configs.micro_batch_size"),
     "accumulate_steps": (
         "accumulate_steps",

@@ -6,12 +6,14 @@ import copy
 import importlib
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.errors import ModelError, StrategyError
+from hybrid.strategy.resolve import amp_settings, recompute_settings
 from hybrid.strategy.resolved import PipelineSettings
 
 if TYPE_CHECKING:
@@ -21,7 +23,19 @@ if TYPE_CHECKING:
 else:
     Model = Any
 
-__all__ = ["LayerFacts", "Model", "build", "chunks_of", "facts_of", "is_module", "layers_of", "units_of", "whole"]
+__all__ = [
+    "LayerFacts",
+    "Model",
+    "build",
+    "check_settings",
+    "check_stages",
+    "chunks_of",
+    "facts_of",
+    "is_module",
+    "layers_of",
+    "units_of",
+    "whole",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +109,35 @@ def chunks_of(model: Model, settings: PipelineSettings, *, sample: Any = None) -
     planned = plan_stages(model, asked, sample=sample if is_balanced else None)
     assert planned is not None  # it has a pipeline
     return planned.chunks
+
+
+def check_settings(model: Model, value: Mapping[str, Any], *, is_staged: bool) -> None:
+    """That what the values of all settings name or change is in a model that has all of its layers.
+
+    Raises:
+        ModelError: it is not.
+    """
+    from hybrid.compose import whole_checks
+
+    whole_checks.check_settings(
+        model,
+        amp=amp_settings(value),
+        recompute=recompute_settings(value),
+        grad_dtype=value["grad_dtype"],
+        units=value["units"],
+        is_staged=is_staged,
+    )
+
+
+def check_stages(model: Model, chunks: Sequence[range], *, num_stages: int) -> None:
+    """That stages can hold what a model with all of its layers has.
+
+    Raises:
+        ModelError: they cannot.
+    """
+    from hybrid.compose import whole_checks
+
+    whole_checks.check_stages(model, chunks, num_stages=num_stages)
 
 
 def layers_of(model: Model, *, sample: Any = None) -> tuple[tuple[LayerFacts, ...], str]:

@@ -13,7 +13,7 @@ from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.contracts.tensor_plan import TABLE_HEADER, ParameterRow, TensorPlan
 from hybrid.contracts.tensor_rules import plan_tensor_parallel
 from hybrid.errors import ModelError, StrategyError
-from hybrid.strategy.live_model import Model, facts_of, units_of, whole
+from hybrid.strategy.live_model import Model, check_settings, facts_of, units_of, whole
 from hybrid.strategy.resolve import WorkedOut
 from hybrid.strategy.stage_table import StageTable, stage_table
 
@@ -133,6 +133,12 @@ def model_table(model: Model, result: WorkedOut, *, note: str = "", sample: Any 
         stages = stage_table(given, model, result, sample=sample)
     except (StrategyError, ModelError) as error:
         errors.append(error)
+    if not result.problems and result.choices["pp"].value != -1:
+        value = {name: choice.value for name, choice in result.choices.items()}
+        try:
+            check_settings(model, value, is_staged=(value["pp"] or 1) > 1)
+        except ModelError as error:
+            errors.append(error)
     try:
         plan = _plan(facts, result, degree)
     except (StrategyError, ModelError) as error:

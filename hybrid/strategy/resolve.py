@@ -31,6 +31,7 @@ from hybrid.strategy.resolved import (
     AmpSettings,
     GradientClipping,
     PipelineSettings,
+    ProfileSettings,
     RecomputeSettings,
     ResolvedStrategy,
     TensorParallelSettings,
@@ -148,6 +149,7 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         recompute=recompute_settings(value),
         tensor_parallel=tensor_settings(value, degree=layout.degree("tp")),
         pipeline=pipeline_settings(value, degree=layout.degree("pp")),
+        profile=profile_settings(value),
         seed=value["seed"],
         timeout_seconds=value["timeout_seconds"],
         notes=result.notes,
@@ -206,6 +208,15 @@ def recompute_settings(value: Mapping[str, Any]) -> RecomputeSettings | None:
         units=None if units is None else tuple(units),
         policy=value["recompute_policy"],
         preserve_rng=value["recompute_preserve_rng"],
+    )
+
+
+def profile_settings(value: Mapping[str, Any]) -> ProfileSettings | None:
+    """Profiling out of the values of all settings; None while it is off."""
+    if not value["profile"]:
+        return None
+    return ProfileSettings(
+        steps=value["profile_steps"], warmup=value["profile_warmup"], directory=value["profile_directory"]
     )
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "AmpSettings",
     "GradientClipping",
     "PipelineSettings",
+    "ProfileSettings",
     "RecomputeSettings",
     "ResolvedStrategy",
     "TensorParallelSettings",
@@ -69,6 +70,18 @@ class RecomputeSettings:
         names = ", ".join(self.units) if self.units else "every block"
         rng = "" if self.preserve_rng else ", with other random numbers"
         return f"{self.policy}, {names}{rng}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSettings:
+    """Which steps are traced, and where the files go."""
+
+    steps: int
+    warmup: int
+    directory: str
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps after {self.warmup}, into {self.directory}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +165,8 @@ class ResolvedStrategy:
     """None at degree 1."""
     pipeline: PipelineSettings | None
     """None at degree 1."""
+    profile: ProfileSettings | None = None
+    """None while it is off."""
     seed: int | None
     timeout_seconds: float
     notes: tuple[str, ...] = ()

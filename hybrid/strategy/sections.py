@@ -18,6 +18,7 @@ from hybrid.strategy.values import (
     ByteCount,
     Count,
     Degree,
+    FolderPath,
     GradDtype,
     GradReduce,
     GrowthFactor,
@@ -44,6 +45,7 @@ __all__ = [
     "HybridPpConfigs",
     "HybridShardingConfigs",
     "PipelineConfigs",
+    "ProfileConfigs",
     "RecomputeConfigs",
     "ShardingConfigs",
     "TensorParallelConfigs",
@@ -170,6 +172,19 @@ class RecomputeConfigs(Section):
     """`full` keeps only the inputs; `selective` keeps the results of expensive operations as well."""
     preserve_rng: Boolean = True
     """The second forward draws the same random numbers as the first."""
+
+
+class ProfileConfigs(Section):
+    """Some steps traced, and where their time went. Needs `profile = True`."""
+
+    PATH: ClassVar[str] = "profile_configs"
+
+    steps: Count = 3
+    """Steps that are traced (`train_batch`)."""
+    warmup: WholeFromZero = 3
+    """Steps before them that are not."""
+    directory: FolderPath = "hybrid_profile"
+    """Folder for a trace per rank and `profile.json`; what lies there of an earlier run is replaced."""
 
 
 class GradientMergeConfigs(Section):

@@ -13,7 +13,7 @@ from hybrid.contracts.schedule_choice import schedule_name
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
 from hybrid.contracts.stage_split import chunk_rank
 from hybrid.errors import StrategyError
-from hybrid.strategy.live_model import LayerFacts, Model, chunks_of, layers_of
+from hybrid.strategy.live_model import LayerFacts, Model, check_stages, chunks_of, layers_of
 from hybrid.strategy.resolve import WorkedOut
 from hybrid.strategy.resolved import PipelineSettings
 from hybrid.units import format_count
@@ -226,6 +226,7 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
         raise StrategyError([*problems, *error.problems]) from None
     if problems:
         raise StrategyError(problems)
+    check_stages(whole, chunks, num_stages=degree)
     layers, note = layers_of(whole, sample=sample)
     notes = [note] if note else []
     if schedule is None:

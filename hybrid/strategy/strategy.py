@@ -25,6 +25,7 @@ from hybrid.strategy.sections import (
     GradientScaleConfigs,
     HybridConfigs,
     PipelineConfigs,
+    ProfileConfigs,
     RecomputeConfigs,
     ShardingConfigs,
     TensorParallelConfigs,
@@ -79,6 +80,10 @@ class DistributedStrategy(Settings):
     """Compute activations again in backward instead of keeping them."""
     recompute_configs: RecomputeConfigs = Field(default_factory=RecomputeConfigs)
     """Settings of `recompute`."""
+    profile: Boolean = False
+    """Trace some steps of `train_batch`, then print where their time went and what to change."""
+    profile_configs: ProfileConfigs = Field(default_factory=ProfileConfigs)
+    """Settings of `profile`."""
     gradient_merge: Boolean = False
     """Fleet's name for accumulation over micro-batches."""
     gradient_merge_configs: GradientMergeConfigs = Field(default_factory=GradientMergeConfigs)

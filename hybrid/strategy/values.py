@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = [
     "ByteCount",
     "Count",
     "Degree",
+    "FolderPath",
     "GradDtype",
     "GradReduce",
     "GrowthFactor",
@@ -253,6 +255,12 @@ def _read_grad_reduce(value: object) -> str | int:
         raise ValueError(f"{error}; or write 'auto', 'every_micro_batch' or 'last_micro_batch'") from None
 
 
+def _read_path(value: object) -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ValueError("expected the path of a folder")
+    return os.fspath(value)
+
+
 _DTYPES = {
     "fp32": "float32",
     "float": "float32",
@@ -335,6 +343,11 @@ GradReduce = Annotated[
     ),
 ]
 _NAMES_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+FolderPath = Annotated[
+    str,
+    BeforeValidator(_read_path),
+    WithJsonSchema({"type": "string", "minLength": 1, "examples": ["runs/profile"]}),
+]
 Names = Annotated[tuple[str, ...], BeforeValidator(_read_names), WithJsonSchema(_NAMES_SCHEMA)]
 StageSplit = Annotated[
     str | tuple[int, ...],
