@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hybrid.errors import PlanError
-from hybrid.planner.plan import plan_request
+from hybrid.planner.plan import Plans, plan_request
 from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.request_reading import OPTIMIZERS, PRECISIONS, make_request
 from hybrid.planner.search import why
@@ -132,7 +132,7 @@ def plan(
         with _progress(json_output) as progress:
             plans = plan_request(request, progress=progress)
         if out is not None:
-            plans.strategy.save(out)
+            _save(plans, out)
     except PlanError as error:
         _print_problems(error, json_output=json_output)
         raise typer.Exit(2) from None
@@ -165,6 +165,13 @@ def _request(*, model: str, cluster: str, **options: Any) -> Request:
         built, sample, _ = build(model)
         return make_request(built, cluster, sample=sample, **options)
     return make_request(model, cluster, **options)
+
+
+def _save(plans: Plans, out: Path) -> None:
+    try:
+        plans.strategy.save(out)
+    except OSError as error:
+        raise PlanError(f"--out {out}: {error.strerror or error}") from None
 
 
 def _bytes(text: str) -> int:

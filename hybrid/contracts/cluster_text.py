@@ -145,10 +145,10 @@ def refusal_of(kinds: Sequence[DeviceKind], name: str) -> str | None:
     if len(kinds) < 2:
         return None
     listed = " and ".join(kind.name for kind in kinds)
-    peaks = " and ".join(f"{max(kind.flops.values()) / 1e12:.0f}" for kind in kinds)
+    peaks = " and ".join(f"{kind.flops.get('fp16', kind.flops['fp32']) / 1e12:.0f}" for kind in kinds)
     return (
-        f"cluster {name} mixes {listed} (peaks of {peaks} TFLOP/s): every rank of a layout does the same work, so the "
-        f"slower would set the pace and the smaller memory the size; plan one kind at a time"
+        f"cluster {name} mixes {listed} (16-bit peaks of {peaks} TFLOP/s): every rank of a layout does the same "
+        f"work, so the slower would set the pace and the smaller memory the size; plan one kind at a time"
     )
 
 

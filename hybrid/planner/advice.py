@@ -159,7 +159,8 @@ def _notes(request: Request, result: SearchResult, time: StepTime) -> Iterator[s
         )
     if best.candidate.zero_stage == 3:
         if best.candidate.recompute == "none":
-            other = next((one for one in result.found if one.candidate.zero_stage < 3), None)
+            lower = (one for one in result.found if one.candidate.zero_stage < 3)
+            other = next((one for one in lower if one.candidate.recompute != "none"), None)
             if other is not None:
                 longer = other.time.total_seconds / best.time.total_seconds - 1
                 yield (
@@ -205,8 +206,11 @@ def _bits_per_device(job: Job, candidate: Candidate) -> float | None:
     """Of the network, per device; None where all devices share fast links."""
     if job.cluster.num_domains == 1:
         return None
-    nic = job.cluster.device.nic_bytes_per_second
-    return None if not nic else 8 * nic
+    dp = job.cluster.num_devices // (candidate.tp * candidate.pp)
+    links = job.cluster.axis_links(size=dp, stride=candidate.tp)
+    if links.num_domains == 1:
+        return None
+    return 8 * links.across_bytes_per_second / links.ranks_per_domain
 
 
 def measure_first(found: tuple[Priced, ...], number: int = 3) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.stages import num_layers
 
-__all__ = ["Problem", "batch_problems", "divisors", "problems_of", "shape_problems", "state_problems"]
+__all__ = ["Problem", "batch_problems", "divisors", "not_built", "problems_of", "shape_problems", "state_problems"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,16 @@ def divisors(number: int) -> tuple[int, ...]:
 def problems_of(job: Job, candidate: Candidate, *, is_all: bool = False, is_tp_given: bool = False) -> list[Problem]:
     """Everything that forbids it; empty for one that can be tried."""
     return [
-        *shape_problems(job, candidate, is_tp_given=is_tp_given),
+        *shape_problems(job, candidate, is_tp_given=is_tp_given, is_all=is_all),
         *batch_problems(job, candidate),
         *state_problems(job, candidate),
-        *([] if is_all else _not_built(candidate)),
+        *([] if is_all else not_built(candidate)),
     ]
 
 
-def shape_problems(job: Job, candidate: Candidate, *, is_tp_given: bool = False) -> Iterator[Problem]:
+def shape_problems(
+    job: Job, candidate: Candidate, *, is_tp_given: bool = False, is_all: bool = False
+) -> Iterator[Problem]:
     """Of the degrees alone: the size of the world, what tp divides, layers for the chunks.
 
     `is_tp_given`: the user wants this tp, so that it may leave a domain of fast links (and is priced so).
@@ -54,7 +56,7 @@ def shape_problems(job: Job, candidate: Candidate, *, is_tp_given: bool = False)
             text=f"tp {candidate.tp} × pp {candidate.pp} × cp {candidate.cp} × dp {candidate.dp} = "
             f"{candidate.world_size} ranks for {world} devices: the product must be {world}",
         )
-    yield from _tensor_problems(job, candidate, is_tp_given=is_tp_given)
+    yield from _tensor_problems(job, candidate, is_tp_given=is_tp_given, is_all=is_all)
     chunks = candidate.pp * candidate.virtual_stages
     layers = num_layers(job.model)
     if chunks > layers:
@@ -72,8 +74,10 @@ def shape_problems(job: Job, candidate: Candidate, *, is_tp_given: bool = False)
     if candidate.schedule == "interleaved" and candidate.virtual_stages == 1:
         yield Problem(rule="schedule", text="schedule 'interleaved' needs virtual_stages of 2 or more, not 1")
     experts = job.model.num_experts
-    if candidate.ep > 1 and (not experts or experts % candidate.ep):
-        would = ", ".join(map(str, divisors(experts))) if experts else "only 1"
+    if candidate.ep > 1 and not experts:
+        yield Problem(rule="experts", text=f"ep = {candidate.ep}: {job.model.name} has no experts; use ep = 1")
+    elif experts % candidate.ep:
+        would = ", ".join(map(str, divisors(experts)))
         yield Problem(rule="experts", text=f"ep = {candidate.ep} does not divide {experts} experts: {would} would do")
     if candidate.ep > candidate.dp * candidate.cp or (candidate.ep > 1 and candidate.dp * candidate.cp % candidate.ep):
         yield Problem(
@@ -88,7 +92,7 @@ def shape_problems(job: Job, candidate: Candidate, *, is_tp_given: bool = False)
         )
 
 
-def _tensor_problems(job: Job, candidate: Candidate, *, is_tp_given: bool) -> Iterator[Problem]:
+def _tensor_problems(job: Job, candidate: Candidate, *, is_tp_given: bool, is_all: bool) -> Iterator[Problem]:
     tp, model = candidate.tp, job.model
     if tp == 1:
         if candidate.sequence_parallel:
@@ -100,6 +104,12 @@ def _tensor_problems(job: Job, candidate: Candidate, *, is_tp_given: bool) -> It
             text=f"tp = {tp}: no tensor-parallel plan is known for {model.name}; use tp = 1, or give a `plan`",
         )
         return
+    if model.num_experts and not is_all:
+        yield Problem(
+            rule="not built",
+            text=f"tp = {tp}: this version of hybrid cannot cut a mixture of experts ({model.name} has "
+            f"{model.num_experts}); use tp = 1; --all prices it nevertheless",
+        )
     for what, size in (("attention heads", model.num_heads), ("the width of the feed-forward layer", model.ffn)):
         if size and size % tp:
             common = [value for value in divisors(size) if value <= size]
@@ -177,7 +187,7 @@ def state_problems(job: Job, candidate: Candidate) -> Iterator[Problem]:
         yield Problem(rule="sharding", text=f"stage {stage} keeps parameters whole: reshard_after does nothing")
 
 
-def _not_built(candidate: Candidate) -> Iterator[Problem]:
+def not_built(candidate: Candidate) -> Iterator[Problem]:
     for name, value, plain in (
         ("cp", candidate.cp, 1),
         ("ep", candidate.ep, 1),

@@ -170,6 +170,8 @@ def _points(
     later = {**backward, "activations": activations.after, "gradients": most_whole, "gradient_shards": kept_shards}
     step_bytes = profile.step_bytes_cut if candidate.zero_stage == 3 else profile.step_bytes
     step = {**after_backward, "working": round(profile.constant_bytes)}
+    if state.masters:
+        step_bytes += profile.step_bytes_masters
     step["step"] = round(state.own_elements * step_bytes)
     fuller = max((first, later), key=lambda parts: sum(parts.values()))
     peak = max((fuller, step), key=lambda parts: sum(parts.values()))

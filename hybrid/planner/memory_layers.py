@@ -80,6 +80,7 @@ class FrameworkProfile:
     constant_bytes: float
     source: str
     date: str
+    step_bytes_masters: float = 0.0
 
 
 @lru_cache(maxsize=1)

@@ -123,6 +123,8 @@ def state_options(request: Request, base: Candidate) -> Iterator[Candidate]:
                             reshard_after=reshard_after,
                             is_offloaded=is_offloaded,
                         )
+                        if is_offloaded and not request.is_all:
+                            continue  # this version cannot run it
                         if not any(state_problems(request.job, option)):
                             yield option
 

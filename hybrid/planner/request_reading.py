@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ from hybrid.planner.job import Job, OptimizerSpec, Precision
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.software import Software, software_of
+from hybrid.strategy.live_model import is_chain, is_module
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "make_request"]
+
+_MOST = 10**9  # samples or tokens: what is above it is a slip, and would be divided for hours
 
 # Bytes as `distributed_model` keeps them: bf16 and fp16 mean amp level O2 with fp32 accumulation of gradients.
 PRECISIONS: Mapping[str, Precision] = {
@@ -77,9 +80,10 @@ def make_request(
         "domain": domain,
     }
     read("cluster", lambda: _cluster(cluster, {name: value for name, value in links.items() if value is not None}))
-    read("model", lambda: model if isinstance(model, ModelSpec) else spec_of(model, seq=seq, sample=sample))
-    read("fixed", lambda: read_fixed(fixed))
     read("precision", lambda: _named("precision", precision, PRECISIONS, Precision))
+    activation = made["precision"].activation if "precision" in made else 2
+    read("model", lambda: spec_of(model, seq=seq, sample=sample, **_changes(model, activation)))
+    read("fixed", lambda: read_fixed(fixed))
     read("optimizer", lambda: _named("optimizer", optimizer, OPTIMIZERS, OptimizerSpec))
     read("software", lambda: software_of(software) if isinstance(software, str) else software)
     problems += _number_problems(
@@ -87,6 +91,10 @@ def make_request(
     )
     if "model" in made:
         problems += _length_problems(made["model"], seq)
+    if "cluster" in made:
+        problems += _device_problems(made["cluster"], made.get("precision"), memory_bytes)
+    if "fixed" in made:
+        problems += _chain_problems(model, made["fixed"])
     if problems:
         raise PlanError(problems)
     job = Job(
@@ -111,6 +119,37 @@ def make_request(
     if wrong:
         raise PlanError(wrong)
     return request
+
+
+def _changes(model: Any, activation_bytes: int) -> dict[str, Any]:
+    """Closed forms and measurements count 16-bit activations unless they are told otherwise."""
+    return {} if activation_bytes == 2 or isinstance(model, ModelSpec) else {"activation_bytes": activation_bytes}
+
+
+def _device_problems(cluster: Cluster, precision: Precision | None, memory_bytes: float | None) -> list[str]:
+    device = cluster.device
+    problems = []
+    if precision is not None and precision.compute not in device.flops:
+        known = " or ".join(name for name in PRECISIONS if PRECISIONS[name].compute in device.flops)
+        problems.append(f"precision {precision.compute}: {device.name} has no such rate; use {known}")
+    if isinstance(memory_bytes, int | float) and memory_bytes > device.memory_bytes:
+        problems.append(
+            f"memory_bytes = {memory_bytes:.4g}, but {device.name} has {device.memory_bytes:.4g}: give less, or leave "
+            "it out for all of it"
+        )
+    return problems
+
+
+def _chain_problems(model: Any, fixed: dict[str, Any]) -> list[str]:
+    """A live module that is no chain of layers has no pipeline: pp is 1."""
+    if not is_module(model) or is_chain(model):
+        return []
+    if fixed.setdefault("pp", 1) == 1:
+        return []
+    return [
+        f"pp {fixed['pp']}: a pipeline cuts an nn.Sequential or a hybrid.PipelineLayer, and {type(model).__name__} is "
+        "neither; leave pp out, or list the model's layers"
+    ]
 
 
 def _cluster(given: Any, links: Mapping[str, Any]) -> Cluster:
@@ -138,10 +177,15 @@ def _number_problems(*, risk: float, memory_bytes: float | None, **counts: int |
         for name, value in counts.items()
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
     ]
-    if not 0 < risk < 1:
-        problems.append(f"risk = {risk}: expected a chance between 0 and 1, such as 0.05")
-    if memory_bytes is not None and memory_bytes <= 0:
-        problems.append(f"memory_bytes = {memory_bytes}: expected the bytes of a device, above 0")
+    problems += [
+        f"{name} = {value}: expected at most {_MOST:,}"
+        for name, value in counts.items()
+        if isinstance(value, int) and value > _MOST
+    ]
+    if not isinstance(risk, int | float) or not 0 < risk < 1:
+        problems.append(f"risk = {risk!r}: expected a chance between 0 and 1, such as 0.05")
+    if memory_bytes is not None and (not isinstance(memory_bytes, int | float) or not 0 < memory_bytes < inf):
+        problems.append(f"memory_bytes = {memory_bytes!r}: expected the bytes of a device, a number above 0")
     return problems
 
 

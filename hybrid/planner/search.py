@@ -218,7 +218,7 @@ def _queue_of(request: Request, tally: _Tally) -> tuple[int, list[_Entry]]:
     queue: list[_Entry] = []
     work: dict[tuple[object, ...], float] = {}
     for shape in shapes(request):
-        wrong = list(shape_problems(job, shape, is_tp_given="tp" in request.fixed))
+        wrong = list(shape_problems(job, shape, is_tp_given="tp" in request.fixed, is_all=request.is_all))
         if wrong or job.global_batch_size % shape.dp:
             wrong = wrong or list(batch_problems(job, shape))
             considered += 1
@@ -313,7 +313,7 @@ def why(request: Request, *, limit: int = 200) -> list[tuple[Candidate, str]]:
     """Each layout with what is fixed, and what became of it: its problem, its missing bytes or its time."""
     told: list[tuple[Candidate, str]] = []
     for shape in shapes(request):
-        wrong = list(shape_problems(request.job, shape, is_tp_given="tp" in request.fixed))
+        wrong = list(shape_problems(request.job, shape, is_tp_given="tp" in request.fixed, is_all=request.is_all))
         if wrong or request.job.global_batch_size % shape.dp:
             told.append((shape, "; ".join(problem.text for problem in wrong or batch_problems(request.job, shape))))
             continue

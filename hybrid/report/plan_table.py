@@ -161,6 +161,12 @@ def advice_lines(plans: Plans) -> Iterator[str]:
             yield f"{one.what} {one.change:+.0%}: step {step:+.1%}; {stays}"
     yield advice.slow_device
     yield from advice.notes
+    order = plans.best.rank_order
+    if order != tuple(range(len(order))):
+        shown = ", ".join(map(str, order))
+        yield f"rank order: the step is that of ranks on devices {shown} (rank 0 first); list the hosts so"
+    if plans.best.candidate.pp > 1:
+        yield "pipeline: runs over an nn.Sequential or a hybrid.PipelineLayer; --fix pp=1 for any other model"
     yield f"measure first: {'; '.join(advice.measure_first)}"
 
 

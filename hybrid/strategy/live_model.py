@@ -63,6 +63,17 @@ def is_module(value: object) -> TypeGuard[Model]:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+def is_chain(model: Model) -> bool:
+    """Whether a pipeline can cut it: a Sequential whose forward is the plain one, or a list of layers."""
+    from torch import nn  # it is a module, so torch is there
+
+    from hybrid.pipeline.layers import PipelineLayer
+
+    return isinstance(model, PipelineLayer) or (
+        isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    )
+
+
 def facts_of(model: Model) -> ModelFacts:
     """Names and sizes, for the rules."""
     from hybrid.tensor.facts import read_facts  # torch comes with it

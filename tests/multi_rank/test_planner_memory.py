@@ -98,6 +98,8 @@ def at_first_backward(look: Any) -> Iterator[None]:
         for (owner, name), function in zip(names, before, strict=True):
             setattr(owner, name, function)
 
+TOTALS_BYTES = 48  # six float64: loss, counts and flags of a step, which its result holds
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -176,7 +178,7 @@ def observe(layout: Layout) -> dict[str, Any]:
 
     def at_step(*_: Any) -> None:
         # What is new and tiny are the step's own numbers: sums of losses, flags.
-        now = {place: size for place, size in live_storages().items() if place in before or size > 40}
+        now = {place: size for place, size in live_storages().items() if place in before or size > TOTALS_BYTES}
         seen["after_backward"] = sum(now.values()) - data_bytes
 
     hook = optimizer.register_step_pre_hook(at_step)

@@ -20,7 +20,7 @@ def test_the_drawing() -> None:
     result = run("show", "2x2xH100", "--network", "2x400G", "--oversubscription", "2")
     assert result.exit_code == 0
     assert result.stdout == (
-        "2x2xH100  4 × H100-SXM-80GB, 320 GB of memory, 3.96 PFLOP/s in bf16\n"
+        "2x2xH100  4 × H100-SXM-80GB, 338 GB of memory, 3.96 PFLOP/s in bf16\n"
         "spine switches, 2:1 oversubscribed\n"
         "└── 2 leaf switches, all cards of 1 node each\n"
         "    ├── ■ ■  2 × H100-SXM-80GB\n"
