@@ -98,6 +98,7 @@ def at_first_backward(look: Any) -> Iterator[None]:
         for (owner, name), function in zip(names, before, strict=True):
             setattr(owner, name, function)
 
+
 TOTALS_BYTES = 48  # six float64: loss, counts and flags of a step, which its result holds
 
 

@@ -77,6 +77,7 @@ def test_a_run_bound_by_communication_is_told_to_send_less_often(tmp_path: Path)
     assert profile.flops_per_step == pytest.approx(2 * 5 * 2 * 2 * 2048**2, rel=0.01)
 
 
+@pytest.mark.full  # what others do on the machine makes ranks wait, and the shares of a step with it
 def test_a_run_bound_by_computation_is_left_alone(tmp_path: Path) -> None:
     """Protects from advice that would change a layout for nothing: many samples, few parameters."""
     stage = {"sharding": True, "sharding_configs": {"stage": 1}}

@@ -75,7 +75,9 @@ def test_demo_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_demo_runs_the_layout_that_the_planner_chose(tmp_path: Path) -> None:
     """What is planned must start as it is: no setting of a plan may be refused by the strategy."""
-    done = hybrid("demo", "--nproc", "2", "--steps", "2", "--batch", "4", "--layout", "auto", cwd=tmp_path)
+    done = hybrid(
+        "demo", "--nproc", "2", "--steps", "2", "--batch", "4", "--layout", "auto", cwd=tmp_path, timeout_seconds=240
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"layout tp\d pp1 dp\dx\d .* ms a step expected", done.stdout)
     assert len(re.findall(r"^step \d/2: loss", done.stdout, flags=re.MULTILINE)) == 2
