@@ -75,7 +75,9 @@ class Handle:
             _in_flight.discard(pending)
         call.end(CallState.DONE)
         if trace.is_on():
-            trace.record_call(call, wait_seconds=time.monotonic() - started)
+            # By the clock of the call's own end, so that no wait is longer than its call.
+            ended = time.monotonic() if call.ended is None else call.ended
+            trace.record_call(call, wait_seconds=max(0.0, ended - started))
 
 
 def collective_error(call: Call, error: Exception, *, waited_seconds: float) -> CollectiveError:
