@@ -89,9 +89,10 @@ class Advice:
         }
 
 
-def advise(request: Request, result: SearchResult, time: StepTime) -> Advice:
-    """About the best plan of a search; `time` is its step in the rank order that was chosen."""
+def advise(request: Request, result: SearchResult) -> Advice:
+    """About the best plan of a search."""
     best = result.found[0]
+    time = best.time
     return Advice(
         binding=_binding(best, time),
         loss=_loss(time),

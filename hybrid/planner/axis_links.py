@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import product
 
 from hybrid.contracts.cluster import Cluster, GroupLinks
 from hybrid.contracts.layout import AXES, Axis, Layout
 from hybrid.planner.job import Candidate
+from hybrid.planner.kept import Kept
 
 __all__ = ["AxisLinks", "axis_links"]
 
@@ -72,18 +72,12 @@ class AxisLinks:
         return known
 
 
-_KNOWN: OrderedDict[int, AxisLinks] = OrderedDict()
-_MOST_KNOWN = 32
+_KNOWN: Kept[AxisLinks] = Kept(32)
 
 
 def axis_links(cluster: Cluster) -> AxisLinks:
     """The one of this very cluster: jobs on it share what it has answered."""
-    known = _KNOWN.get(id(cluster))
-    if known is None:
-        known = _KNOWN[id(cluster)] = AxisLinks(cluster)  # holds the cluster, so that its id is not given to another
-        while len(_KNOWN) > _MOST_KNOWN:
-            _KNOWN.popitem(last=False)
-    return known
+    return _KNOWN.get(cluster, make=lambda: AxisLinks(cluster))
 
 
 def _groups(degrees: dict[str, int], axes: tuple[str, ...], domain_size: int) -> tuple[tuple[int, ...], ...]:

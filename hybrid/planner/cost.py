@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hybrid.contracts.schedule_timing import Timeline
 from hybrid.planner.job import Candidate, Job
+from hybrid.planner.kept import Kept
 from hybrid.planner.pricer import PARTS, Pricer
 from hybrid.planner.unit_time import UnitSeconds
 
@@ -70,15 +70,9 @@ def unit_seconds(job: Job, candidate: Candidate) -> dict[str, UnitSeconds]:
     return _pricer(job).units(candidate)
 
 
-_PRICERS: OrderedDict[int, Pricer] = OrderedDict()
-_MOST_PRICERS = 16
+_PRICERS: Kept[Pricer] = Kept(16)
 
 
 def _pricer(job: Job) -> Pricer:
     """The one of this very object: what it has worked out serves all candidates of a search."""
-    known = _PRICERS.get(id(job))
-    if known is None:
-        known = _PRICERS[id(job)] = Pricer(job)  # holds the job, so that its id is not given to another
-        while len(_PRICERS) > _MOST_PRICERS:
-            _PRICERS.popitem(last=False)
-    return known
+    return _PRICERS.get(job, make=lambda: Pricer(job))

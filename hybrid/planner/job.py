@@ -39,7 +39,6 @@ class OptimizerSpec:
     name: of the class.
     state: bytes per element that it keeps (Adam: 8).
     is_element_wise: steps on shards cut anywhere; others need whole parameters (stages 1 and 2 only).
-    traffic: bytes read and written per element by a step, beyond gradients, masters and parameters.
     """
 
     name: str = "AdamW"
@@ -85,6 +84,7 @@ class Candidate:
         reshard_after: stage 3: `unit`, or `run` of micro-batches.
         ep: expert-parallel ranks, out of the data-parallel ones.
         is_overlapped: gradients travel while backward runs (`overlap_comm`).
+        is_offloaded: masters and optimizer state lie in host memory, and the host updates them.
     """
 
     tp: int = 1

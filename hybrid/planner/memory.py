@@ -13,7 +13,6 @@ list of actions and the bytes that each unit keeps for backward. The layers belo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from hybrid.planner.job import Candidate, Job
+from hybrid.planner.kept import Kept
 from hybrid.planner.memory_activations import ActivationTable, RankActivations
 from hybrid.planner.memory_layers import (
     FrameworkProfile,
@@ -206,26 +206,20 @@ class _Table:
     """What is remembered of one job."""
 
     def __init__(self, job: Job) -> None:
-        self.model = job.model  # held, so that its address names it
         self.profile = framework_profile(job.software if isinstance(job.software, str) else job.software.name)
         self.state = StateTable(job)
         self.activations = ActivationTable(job, self.profile)
 
 
-_TABLES: OrderedDict[tuple[object, ...], _Table] = OrderedDict()
-_MOST_TABLES = 16
+_TABLES: Kept[_Table] = Kept(16)
 
 
 def _table(job: Job) -> _Table:
-    key = (
-        id(job.model), job.seq, job.precision, job.optimizer, job.is_flash, job.software, job.bucket_bytes,
-        job.prefetch,
-    )  # fmt: skip
-    if key not in _TABLES:
-        _TABLES[key] = _Table(job)
-        while len(_TABLES) > _MOST_TABLES:
-            _TABLES.popitem(last=False)
-    return _TABLES[key]
+    return _TABLES.get(
+        job.model,
+        *(job.seq, job.precision, job.optimizer, job.is_flash, job.software, job.bucket_bytes, job.prefetch),
+        make=lambda: _Table(job),
+    )
 
 
 def _chunks(job: Job, candidate: Candidate) -> tuple[range, ...]:

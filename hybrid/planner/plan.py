@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,16 +14,19 @@ from hybrid.planner.advice import Advice, advise
 from hybrid.planner.cost import StepTime
 from hybrid.planner.job import Candidate, Job, OptimizerSpec, Precision
 from hybrid.planner.memory import MemoryPlan
-from hybrid.planner.rank_order import best_rank_order
+from hybrid.planner.rank_order import rank_orders
 from hybrid.planner.request import Request
 from hybrid.planner.request_reading import make_request
-from hybrid.planner.search import Fit, Priced, Progress, SearchResult, search
+from hybrid.planner.search import Fit, Progress, SearchResult, search
 from hybrid.planner.software import Software
 from hybrid.planner.strategy_of import strategy_of
 from hybrid.planner.unlock import nearest_change
 from hybrid.strategy import DistributedStrategy
 
 __all__ = ["Plan", "Plans", "plan", "plan_request"]
+
+
+_SAME = 1e-6  # two steps that differ by less take the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,20 +251,41 @@ def plan(
 
 
 def plan_request(request: Request, *, progress: Progress | None = None) -> Plans:
-    """As `plan`, for a request that is made already."""
-    result = search(request, progress=progress)
+    """As `plan`, for a request that is made already: searched in each rank order that the cluster has."""
+    order, asked, result = _best_order(request, progress)
     if not result.found:
         raise PlanError(_nothing_fits(request, result))
-    plans = tuple(_with_rank_order(request.job, priced) for priced in result.found)
-    plans = tuple(sorted(plans, key=lambda one: (one.time.total_seconds, one.candidate.label)))
-    return Plans(request=request, plans=plans, result=result, advice=advise(request, result, plans[0].time))
-
-
-def _with_rank_order(job: Job, priced: Priced) -> Plan:
-    order, ordered, time = best_rank_order(job, priced.candidate, priced.time)
-    return Plan(
-        job=ordered, candidate=priced.candidate, memory=priced.memory, fit=priced.fit, time=time, rank_order=order
+    plans = tuple(
+        Plan(
+            job=asked.job,
+            candidate=one.candidate,
+            memory=one.memory,
+            fit=one.fit,
+            time=one.time,
+            rank_order=order,
+        )
+        for one in result.found
     )
+    return Plans(request=asked, plans=plans, result=result, advice=advise(asked, result))
+
+
+def _best_order(request: Request, progress: Progress | None) -> tuple[tuple[int, ...], Request, SearchResult]:
+    """(device of each rank, the request in that order, what was found in it); the given order unless one is faster."""
+    cluster = request.job.cluster
+    best: tuple[tuple[int, ...], Request, SearchResult] | None = None
+    for order in rank_orders(cluster):
+        asked = request
+        if best is not None:
+            asked = replace(request, job=replace(request.job, cluster=cluster.with_rank_order(order)))
+        result = search(asked, progress=progress)
+        if best is None or _seconds(result) < _seconds(best[2]) * (1 - _SAME):
+            best = (order, asked, result)
+    assert best is not None  # there is the given order
+    return best
+
+
+def _seconds(result: SearchResult) -> float:
+    return result.found[0].time.total_seconds if result.found else inf
 
 
 def _nothing_fits(request: Request, result: SearchResult) -> str:

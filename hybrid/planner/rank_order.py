@@ -1,39 +1,30 @@
-"""Which device each rank runs on: the order, of a few sensible ones, in which a layout is fastest on the graph."""
+"""Which device each rank runs on: a few sensible orders of a cluster's devices, for the search to try."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hybrid.contracts.cluster import Cluster
-from hybrid.planner.cost import StepTime, step_time
-from hybrid.planner.job import Candidate, Job
 
-__all__ = ["best_rank_order"]
+__all__ = ["rank_orders"]
 
 _MOST_COMPARED_DEVICES = 256  # the walk below looks at every pair
 
 
-def best_rank_order(job: Job, candidate: Candidate, time: StepTime) -> tuple[tuple[int, ...], Job, StepTime]:
-    """(device of each rank, the job on a cluster in that order, its time). The given order, unless one is faster."""
-    given = tuple(range(job.cluster.num_devices))
-    best = (given, job, time)
-    for order in _orders(job.cluster):
-        moved = replace(job, cluster=job.cluster.with_rank_order(order))
-        moved_time = step_time(moved, candidate)
-        if moved_time.total_seconds < best[2].total_seconds * (1 - 1e-6):
-            best = (order, moved, moved_time)
-    return best
+def rank_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """The given order; then by domain, and a walk along the fastest links, where they are other ones.
 
-
-def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    An order that only renames alike devices is left out: on a regular cluster the given one is all.
+    """
     given = tuple(range(cluster.num_devices))
+    yield given
     by_domain = tuple(sorted(given, key=lambda rank: (cluster.domain_of[rank], rank)))
-    seen = {given}
-    for order in (by_domain, *([_walk(cluster)] if cluster.num_devices <= _MOST_COMPARED_DEVICES else [])):
-        if order not in seen:
-            seen.add(order)
-            yield order
+    if by_domain != given:
+        yield by_domain
+    if cluster.given is not None and cluster.num_devices <= _MOST_COMPARED_DEVICES:  # links one by one
+        walk = _walk(cluster)
+        if walk not in {given, by_domain}:
+            yield walk
 
 
 def _walk(cluster: Cluster) -> tuple[int, ...]:

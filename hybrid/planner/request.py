@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid.errors import PlanError
-from hybrid.planner.job import Candidate, Job
+from hybrid.planner.job import Job
 from hybrid.planner.nearest import nearest
 
 __all__ = ["FIXABLE", "Request", "read_fixed"]
@@ -82,10 +82,6 @@ class Request:
     def limit_bytes(self) -> float:
         """Memory of a device that a plan may fill."""
         return self.job.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
-
-    def admits(self, candidate: Candidate) -> bool:
-        """Whether it is as fixed."""
-        return all(getattr(candidate, name) == value for name, value in self.fixed.items())
 
 
 def read_fixed(given: Mapping[str, Any] | str, *, option: str = "--fix") -> dict[str, Any]:

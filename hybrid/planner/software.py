@@ -76,7 +76,6 @@ class Software:
         optimizer_bytes: read and written per element by the step, beside what the state dtype says.
         optimizer_memory_fraction: of the memory bandwidth that the step reaches.
         host_memory_bytes_per_second: of one rank, where the optimizer steps on the host.
-        tp_jitter: waiting per micro-batch for the slowest tensor-parallel rank, as a fraction of compute.
     """
 
     name: str = "hybrid"
@@ -116,7 +115,6 @@ class Software:
     optimizer_bytes: float = 0.0
     optimizer_memory_fraction: float = 0.7
     host_memory_bytes_per_second: float = 20e9
-    tp_jitter: float = 0.0
     sources: Mapping[str, Constant] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from hybrid.contracts.stage_split import split_by_costs, split_by_counts
 from hybrid.planner.job import Candidate, Job
+from hybrid.planner.kept import Kept
 from hybrid.planner.model_spec import ModelSpec, UnitSpec
 
 __all__ = ["num_layers", "stage_units"]
 
 # As in `contracts/stage_split.py`: what one parameter weighs beside a forward flop of one micro-batch.
 _FLOPS_PER_PARAMETER = 6
-_MOST_KEPT = 4096
 
 Chunks = tuple[tuple[UnitSpec, ...], ...]
-# (which model object, tokens, seq, chunks, split) -> the model, so that its id stays its own, and its chunks: a search
-# asks for the same ones thousands of times, and adding up thousands of parameters takes longer than to price a layout.
-_KEPT: OrderedDict[tuple[object, ...], tuple[ModelSpec, Chunks]] = OrderedDict()
-
-_COSTS: OrderedDict[tuple[int, int], tuple[ModelSpec, tuple[tuple[float, int], ...]]] = OrderedDict()
+# A search asks for the same chunks thousands of times, and adding up thousands of parameters takes longer than to price
+# a layout.
+_CHUNKS: Kept[Chunks] = Kept(4096)
+_COSTS: Kept[tuple[tuple[float, int], ...]] = Kept(64)
 
 
 def num_layers(model: ModelSpec) -> int:
@@ -39,13 +36,11 @@ def stage_units(job: Job, candidate: Candidate) -> Chunks:
     model = job.model
     num_chunks = candidate.pp * candidate.virtual_stages
     tokens = candidate.micro_batch_size * job.seq // candidate.cp
-    key = (id(model), tokens, job.seq, num_chunks, candidate.split)
-    kept = _KEPT.get(key)
-    if kept is None:
-        kept = _KEPT[key] = (model, _cut(model, tokens, job.seq, num_chunks, candidate.split))
-        while len(_KEPT) > _MOST_KEPT:
-            _KEPT.popitem(last=False)
-    return kept[1]
+    return _CHUNKS.get(
+        model,
+        *(tokens, job.seq, num_chunks, candidate.split),
+        make=lambda: _cut(model, tokens, job.seq, num_chunks, candidate.split),
+    )
 
 
 def _cut(model: ModelSpec, tokens: int, seq: int, num_chunks: int, split: tuple[int, ...]) -> Chunks:
@@ -55,7 +50,7 @@ def _cut(model: ModelSpec, tokens: int, seq: int, num_chunks: int, split: tuple[
     if split:
         ranges = split_by_counts(split, len(units), num_chunks)
     else:
-        costs = _unit_costs(model, seq)
+        costs = _COSTS.get(model, seq, make=lambda: _unit_costs(model, seq))
         ranges = split_by_costs(
             [round(flops * tokens) + _FLOPS_PER_PARAMETER * size for flops, size in costs], num_chunks
         )
@@ -64,11 +59,4 @@ def _cut(model: ModelSpec, tokens: int, seq: int, num_chunks: int, split: tuple[
 
 def _unit_costs(model: ModelSpec, seq: int) -> tuple[tuple[float, int], ...]:
     """(forward flops per token, parameters) of each unit."""
-    key = (id(model), seq)
-    kept = _COSTS.get(key)
-    if kept is None:
-        costs = tuple((unit.forward_flops_per_token(seq), unit.num_parameters()) for unit in model.units)
-        kept = _COSTS[key] = (model, costs)
-        while len(_COSTS) > _MOST_KEPT:
-            _COSTS.popitem(last=False)
-    return kept[1]
+    return tuple((unit.forward_flops_per_token(seq), unit.num_parameters()) for unit in model.units)

@@ -8,6 +8,7 @@ Rank 0 writes. Only the steps that are written are read, so the others wait for 
 from __future__ import annotations
 
 import csv
+from abc import ABC, abstractmethod
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def _values(record: StepRecord) -> dict[str, float | int]:
     return values
 
 
-class _Every:
+class _Every(ABC):
     """Which steps, and on which rank."""
 
     def __init__(self, every: int) -> None:
@@ -42,8 +43,9 @@ class _Every:
         if record.rank == 0 and record.step % self._every == 0:
             self._write(record.step, _values(record))
 
+    @abstractmethod
     def _write(self, step: int, values: dict[str, float | int]) -> None:
-        raise NotImplementedError
+        """Keep what one step has to tell."""
 
 
 class CsvLogger(_Every):
