@@ -56,8 +56,14 @@ _PRELOAD = (
     "hybrid.strategy",
     "hybrid.compose.model",
     "hybrid.compose.optimizer",
+    "hybrid.compose.access",
+    "hybrid.compose.training_state",
+    "hybrid.compose.weights_export",
+    "hybrid.compose.weights_load",
     "hybrid.collectives.deferred",
     "transformers.models.bert.modeling_bert",
+    "tests.scenario",
+    "tests.multi_rank.case_runs",
 )
 
 

@@ -1,8 +1,9 @@
 """The promise as a matrix: under every setting, a run gives the numbers of one plain process (tests/parity.py).
 
-The default run is a cover of all pairs of settings, on gloo and on the deferred backend, where a missing wait or
-a buffer read too early turns into NaN. The whole product of the settings that interact most (layout, way of
-accumulation, overlap, clip, optimizer, partition, reduction), the others taking turns, runs with
+The default run is a cover of all pairs of settings. The backend is one of them: gloo, or the deferred one, where a
+missing wait or a buffer read too early turns into NaN. The same cases on the other backend, and the whole product of
+the settings that interact most (layout, way of accumulation, overlap, clip, optimizer, partition, reduction), the
+others taking turns, run with
 
     python -m pytest tests/multi_rank/test_parity_matrix.py -m full -k gloo        # some thousand cases
 """
@@ -10,6 +11,7 @@ accumulation, overlap, clip, optimizer, partition, reduction), the others taking
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -33,6 +35,7 @@ LAYOUTS = tuple(
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
+    "backend": BACKENDS,
     "way": tuple(WAYS),
     "clip": tuple(CLIPS),
     "clip_by": ("strategy", "call"),
@@ -70,25 +73,27 @@ def allowed(choice: dict[str, Any]) -> bool:
     return True
 
 
-def to_case(choice: dict[str, Any], backend: str) -> Case:
+def to_case(choice: dict[str, Any]) -> Case:
     world_size, zero_stage, shard_size = choice["layout"]
     rest = {name: value for name, value in choice.items() if name != "layout"}
-    return Case(world_size=world_size, zero_stage=zero_stage, shard_size=shard_size, backend=backend, **rest)
+    return Case(world_size=world_size, zero_stage=zero_stage, shard_size=shard_size, **rest)
 
 
 def full_cases(backend: str) -> Iterator[Case]:
-    rest = {name: values for name, values in FACTORS.items() if name not in CORE}
+    rest = {name: values for name, values in FACTORS.items() if name not in (*CORE, "backend")}
     turns = [dict(zip(rest, values, strict=True)) for values in product(*rest.values())]
     core = {name: FACTORS[name] for name in CORE}
     for index, choice in enumerate(everything(core, allowed=allowed)):
         # A step that shares no divisor with the number of turns meets them all before it repeats one.
         first = index * 37 % len(turns)
         merged = ({**choice, **turn} for turn in turns[first:] + turns[:first])
-        yield to_case(next(filter(allowed, merged)), backend)
+        yield to_case({**next(filter(allowed, merged)), "backend": backend})
 
 
 PAIRS = cover(FACTORS, allowed=allowed)
-PAIR_CASES = [to_case(choice, backend) for backend in BACKENDS for choice in PAIRS]
+PAIR_CASES = [to_case(choice) for choice in PAIRS]
+OTHER_BACKEND = dict(zip(BACKENDS, reversed(BACKENDS), strict=True))
+SWAPPED_CASES = [replace(case, backend=OTHER_BACKEND[case.backend]) for case in PAIR_CASES]
 
 
 def _id(case: Case) -> str:
@@ -104,7 +109,13 @@ def worlds(request: pytest.FixtureRequest) -> Worlds:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PAIR_CASES, ids=_id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=_id(case)) for case in PAIR_CASES),
+        *(pytest.param(case, id=_id(case), marks=pytest.mark.full) for case in SWAPPED_CASES),
+    ],
+)
 def test_equals_one_process(case: Case, worlds: Worlds) -> None:
     """Losses, gradients, norm, weights, optimizer state: equal to plain torch, and alike on all ranks."""
     problems = worlds.problems(case)
@@ -132,7 +143,7 @@ def test_every_pair_of_settings_is_in_the_default_run() -> None:
 
 def test_cases_have_names_of_their_own() -> None:
     """A failing case can be run alone by its name."""
-    names = [_id(case) for case in PAIR_CASES]
+    names = [_id(case) for case in (*PAIR_CASES, *SWAPPED_CASES)]
     assert len(set(names)) == len(names)
 
 

@@ -62,7 +62,7 @@ def test_the_end_of_a_script_waits_for_the_save_and_tells_its_error(tmp_path: Pa
 def test_a_script_that_fails_under_hybrid_run_still_has_its_last_save(how: str, tmp_path: Path) -> None:
     """Fault: the rank left at once, and a restart went back one checkpoint more than it had to."""
     (tmp_path / "job.py").write_text(SCRIPT)
-    done = hybrid("run", "--nproc", "2", "job.py", "saved", how, cwd=tmp_path)
+    done = hybrid("run", "job.py", "saved", how, cwd=tmp_path)
     assert done.returncode == (3 if how == "exits" else 1)
     newest, _ = latest_complete(tmp_path / "saved")
     assert newest is not None, done.stderr

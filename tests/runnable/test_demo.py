@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -18,18 +19,26 @@ import torch
 from hybrid.demo.gpt import GPT
 from hybrid.demo.train import MeasuredForward
 from hybrid.recompute import install_recompute
-from tests.runnable.command import hybrid, start_hybrid
+from tests.runnable.command import hybrid, hybrid_here, start_hybrid
+
+SAVED = ("demo", "--nproc", "2", "--steps", "6", "--batch", "4", "--save-every", "3", "--resume", "saved")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run to its end, and the folder that it ran in."""
+    folder = tmp_path_factory.mktemp("demo")
+    return hybrid(*SAVED, cwd=folder), folder
 
 
 @pytest.mark.slow
-def test_demo_trains_and_shows_what_sharding_saves(tmp_path: Path) -> None:
+def test_demo_trains_and_shows_what_sharding_saves(whole: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     """The first thing a new user runs. Not a terminal here, so plain lines."""
-    folders_before = set(Path(tempfile.gettempdir()).glob("hybrid-demo-*"))
-    done = hybrid("demo", "--nproc", "2", "--steps", "4", "--batch", "4", cwd=tmp_path)
+    done, _ = whole
     assert (done.returncode, done.stderr) == (0, "")
-    assert "2 ranks, ZeRO stage 2, 4 steps" in done.stdout
-    losses = [float(loss) for loss in re.findall(r"^step \d/4: loss ([\d.]+)", done.stdout, flags=re.MULTILINE)]
-    assert len(losses) == 4
+    assert "2 ranks, ZeRO stage 2, 6 steps" in done.stdout
+    losses = [float(loss) for loss in re.findall(r"^step \d/6: loss ([\d.]+)", done.stdout, flags=re.MULTILINE)]
+    assert len(losses) == 6
     before, after = map(float, re.search(r"Held-out loss: ([\d.]+) .* before, ([\d.]+) after", done.stdout).groups())
     assert after < before - 0.3
     # The sizes that stage 2 promises on 2 ranks: parameters whole, the rest halved, traffic as plain data
@@ -44,29 +53,26 @@ def test_demo_trains_and_shows_what_sharding_saves(tmp_path: Path) -> None:
         "sent per step": "100",
     }
     assert "Next: README.md" in done.stdout
-    assert set(Path(tempfile.gettempdir()).glob("hybrid-demo-*")) == folders_before
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_demo_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_demo_goes_on_where_it_was_stopped(whole: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     """`--resume DIR`: the same losses as without the stop, and a sentence where nothing is left to train."""
-    command = ("demo", "--nproc", "2", "--steps", "6", "--batch", "4", "--save-every", "3", "--resume", "saved")
-    whole = hybrid(*command, cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    again = hybrid(*command, cwd=tmp_path)
+    first, folder = whole
+    assert first.returncode == 0, first.stderr
+    again = hybrid_here(*SAVED, cwd=folder)
     assert again.returncode == 2
     assert "nothing is left to train" in again.stderr
-    shutil.rmtree(tmp_path / "saved" / "step_00000006")  # as if it had been stopped after step 5
-    rest = hybrid(*command, cwd=tmp_path)
+    shutil.rmtree(folder / "saved" / "step_00000006")  # as if it had been stopped after step 5
+    rest = hybrid(*SAVED, cwd=folder)
     assert rest.returncode == 0, rest.stderr
     assert "6 steps, on from step 3" in rest.stdout
     losses, later = (
-        re.findall(r"^step (\d)/6: loss ([\d.]+)", run.stdout, flags=re.MULTILINE) for run in (whole, rest)
+        re.findall(r"^step (\d)/6: loss ([\d.]+)", run.stdout, flags=re.MULTILINE) for run in (first, rest)
     )
     assert [step for step, _ in losses] == ["1", "2", "3", "4", "5", "6"]
     assert later == losses[3:]
-    ends = [re.search(r" before, ([\d.]+) after", run.stdout) for run in (whole, rest)]
+    ends = [re.search(r" before, ([\d.]+) after", run.stdout) for run in (first, rest)]
     assert ends[0] is not None
     assert ends[1] is not None
     assert ends[0][1] == ends[1][1]
@@ -74,14 +80,17 @@ def test_demo_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_runs_the_layout_that_the_planner_chose(tmp_path: Path) -> None:
-    """What is planned must start as it is: no setting of a plan may be refused by the strategy."""
+    """What is planned must start as it is: no setting of a plan may be refused by the strategy. Nothing is left."""
+    folders_before = set(Path(tempfile.gettempdir()).glob("hybrid-demo-*"))
     done = hybrid(
         "demo", "--nproc", "2", "--steps", "2", "--batch", "4", "--layout", "auto", cwd=tmp_path, timeout_seconds=240
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"layout tp\d pp1 dp\dx\d .* ms a step expected", done.stdout)
     assert len(re.findall(r"^step \d/2: loss", done.stdout, flags=re.MULTILINE)) == 2
-    both = hybrid("demo", "--layout", "auto", "--stage", "2", cwd=tmp_path)
+    assert set(Path(tempfile.gettempdir()).glob("hybrid-demo-*")) == folders_before
+    assert list(tmp_path.iterdir()) == []
+    both = hybrid_here("demo", "--layout", "auto", "--stage", "2", cwd=tmp_path)
     assert both.returncode == 2
     assert "--layout auto chooses what --stage would say" in both.stderr
 
@@ -132,14 +141,14 @@ def test_activations_are_what_a_forward_keeps() -> None:
 )
 def test_demo_refuses_before_it_starts(tmp_path: Path, arguments: list[str], expected: str) -> None:
     (tmp_path / "one.yaml").write_text("sharding: true\nsharding_configs: {stage: 1}\nmicro_batch_size: 4\n")
-    done = hybrid("demo", *arguments, cwd=tmp_path)
+    done = hybrid_here("demo", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert re.search(expected, done.stderr)
     assert "Traceback" not in done.stderr
 
 
 def test_help_has_an_example(tmp_path: Path) -> None:
-    done = hybrid("demo", "--help", cwd=tmp_path)
+    done = hybrid_here("demo", "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "hybrid demo --stage 1 --steps 50" in done.stdout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runnable.command import ROOT, environment, hybrid
+from tests.runnable.command import ROOT, environment, hybrid, run_script
 
 EXAMPLE = ROOT / "examples" / "finetune_hf.py"
 ARGUMENTS = ["--steps", "24"]
@@ -43,16 +43,8 @@ def test_without_transformers_it_says_what_to_install(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_alone_and_on_two_ranks_at_stage_3(tmp_path: Path) -> None:
     """All state is cut, and the ranks' batches hold different numbers of masked words: the losses stay the same."""
-    alone = subprocess.run(
-        [sys.executable, str(EXAMPLE), *ARGUMENTS],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (alone.returncode, alone.stderr) == (0, "")
+    alone = run_script(EXAMPLE, *ARGUMENTS, cwd=tmp_path)
+    assert alone.stderr == ""
     cut = hybrid("run", "--nproc", "2", str(EXAMPLE), *ARGUMENTS, "--stage", "3", "--recompute", cwd=tmp_path)
     assert (cut.returncode, cut.stderr) == (0, "")
 

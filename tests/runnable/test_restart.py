@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runnable.command import hybrid, start_hybrid
+from tests.runnable.command import hybrid, hybrid_here, start_hybrid
 from tests.runnable.test_run import pids_of, write
 
 # A script without torch that saves as one: complete checkpoints with nothing in them.
@@ -206,7 +206,7 @@ def test_refused_before_any_process_starts(tmp_path: Path, arguments: list[str],
     write(tmp_path, "job.py", "")
     (tmp_path / "one").mkdir()
     write(tmp_path, "one/step_00000005/manifest.json", "{}")
-    done = hybrid("run", *arguments, cwd=tmp_path)
+    done = hybrid_here("run", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"hybrid: {expected}")
     assert not (tmp_path / "hybrid_logs").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runnable.command import hybrid, start_hybrid
+from tests.runnable.command import hybrid, hybrid_here, start_hybrid
 
 NEVER_SECONDS = 300  # longer than any test waits
 
@@ -104,7 +104,7 @@ def test_refused_before_any_process_starts(tmp_path: Path, arguments: list[str],
     """A job that cannot work must cost a second, not a place in a queue."""
     write(tmp_path, "job.py", "")
     write(tmp_path, "bad.yaml", "sharding: true\nsharding_configs: {stage: 2, shard_size: 2}\n")
-    done = hybrid("run", *arguments, cwd=tmp_path)
+    done = hybrid_here("run", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
@@ -333,6 +333,6 @@ def test_module_and_exit_code(tmp_path: Path) -> None:
 
 
 def test_help_has_examples(tmp_path: Path) -> None:
-    done = hybrid("run", "--help", cwd=tmp_path)
+    done = hybrid_here("run", "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "hybrid run --nproc 4 train.py --lr 1e-3" in done.stdout
