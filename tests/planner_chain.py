@@ -91,6 +91,12 @@ def spec_of(size: Size, *, is_low: bool, has_pipeline: bool) -> ModelSpec:
             )  # fmt: skip
         is_block = isinstance(module, Block)
         own_input = ActivationBytes(whole=size.width * element_bytes) if is_block else kept
+        results = kept
+        if isinstance(module, Block):  # its input, and what both products give
+            width = size.width * element_bytes
+            results = ActivationBytes(
+                whole=2 * width, cut=module.widen.out_features * element_bytes, gathered=width, collective=width
+            )
         if has_pipeline and name == "0":  # all layers are units there, and the input of the first is the batch
             own_input = ActivationBytes()
         units.append(
@@ -98,7 +104,7 @@ def spec_of(size: Size, *, is_low: bool, has_pipeline: bool) -> ModelSpec:
                 name=name,
                 kind="block" if is_block else "other",
                 parameters=tuple(parameters),
-                activations={("none", True): kept, ("full", True): own_input},
+                activations={("none", True): kept, ("selective", True): results, ("full", True): own_input},
                 matmuls=tuple(products(module)),
                 input_bytes=element_bytes * size.width if name != "0" else 0,
             )

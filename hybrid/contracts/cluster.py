@@ -155,6 +155,14 @@ class Cluster:
         """
         return replace(self, device=replace(self.device, **figures))
 
+    def with_nodes(self, times: int) -> Cluster | None:
+        """So many times the nodes, joined in the same way; None where links are given one by one or nodes differ."""
+        if self.given is not None or self.shape is None or len(self.shape.parts) > 1 or self.slots:
+            return None
+        part = replace(self.shape.parts[0], count=self.shape.parts[0].count * times)
+        shape = replace(self.shape, parts=(part,))
+        return replace(self, name=part.text, shape=shape, ranks=shape.device_names, domain_of=shape.domains)
+
     @cached_property
     def _axes(self) -> dict[tuple[int, int], GroupLinks]:
         return {}

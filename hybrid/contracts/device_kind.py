@@ -143,6 +143,8 @@ def kind_like(name: str, figures: Mapping[str, object]) -> DeviceKind:
         raise PlanError(problems)
     if "bf16_teraflops_per_second" in changed and "measured_bf16_teraflops_per_second" not in changed:
         row["measured_bf16_teraflops_per_second"] = ""  # a measurement on another device
+    if "memory_gigabytes" in changed and "usable_gibibytes" not in changed:
+        row["usable_gibibytes"] = ""
     return _kind_of({**row, **{column: str(value) for column, value in changed.items()}, "name": name})
 
 
@@ -183,6 +185,7 @@ def _rows(file: str) -> Iterator[dict[str, str]]:
 
 # Vendors sell memory in binary gigabytes, of which driver and error correction keep some: torch reports 23.64 GiB of a
 # card of 24 (github.com/ali-vilab/VGen/issues/104) and 31.51 of one of 32 (github.com/siliconflow/onediff/pull/1041).
+# Where it is more, `usable_gibibytes` in `devices.csv` says what is left.
 _BYTES_PER_MEMORY_GIGABYTE = 0.985 * 2**30
 
 
@@ -197,7 +200,9 @@ def _kind_of(row: Mapping[str, str]) -> DeviceKind:
     return DeviceKind(
         name=row["name"],
         flops=flops,
-        memory_bytes=float(row["memory_gigabytes"]) * _BYTES_PER_MEMORY_GIGABYTE,
+        memory_bytes=float(row["usable_gibibytes"]) * 2**30
+        if row["usable_gibibytes"]
+        else float(row["memory_gigabytes"]) * _BYTES_PER_MEMORY_GIGABYTE,
         memory_bytes_per_second=float(row["memory_gigabytes_per_second"]) * 1e9,
         scale_up=row["scale_up"],
         topology=row["scale_up_topology"],  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from hybrid.planner.cost import StepTime, step_time
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory import memory
 from hybrid.planner.request import Request
+from hybrid.planner.rules import rule
 from hybrid.planner.scaled import scaled_job
 from hybrid.planner.search import Priced, SearchResult, fit_of
 from hybrid.planner.unlock import unlocks
@@ -32,10 +33,8 @@ _PARTS = {
     "host": ("launching kernels", "a larger micro-batch, or a smaller tp"),
     "elementwise": ("norms, activation functions and other pointwise work", "a compiler that fuses them"),
 }
-# Beyond this share of a step the network is the bottleneck: a rule of thumb of practitioners.
-_COMMUNICATION_SHARE = 0.30
-# Below so much per device stage 3 spends its time on gathers: a rule of thumb of practitioners.
-_STAGE_3_BITS_PER_SECOND = 25e9
+_COMMUNICATION_SHARE: float = rule("communication_share")
+_STAGE_3_BITS_PER_SECOND: float = rule("stage_3_bits_per_second")
 _CHANGE = 0.10
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
+from math import prod
 
 from hybrid.contracts.cluster import Cluster, GroupLinks
 from hybrid.contracts.layout import AXES, Axis, Layout
@@ -22,18 +24,19 @@ class AxisLinks:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._known: dict[tuple[object, ...], GroupLinks | None] = {}
+        self._same: dict[GroupLinks, GroupLinks] = {}
 
     def of(self, candidate: Candidate, axes: tuple[str, ...]) -> GroupLinks | None:
         """Of the groups over these axes; None where they have one rank each."""
-        degrees = {name: getattr(candidate, name) for name in AXES}
-        size = 1
-        for axis in axes:
-            size *= degrees[axis]
-        if size == 1:
-            return None
-        key = (*degrees.values(), axes)
+        c = candidate
+        key = (c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp, axes)
         if key not in self._known:
-            self._known[key] = self._cluster.links(_groups(degrees, axes, self._cluster.domain_size))
+            degrees = {name: getattr(candidate, name) for name in AXES}
+            self._known[key] = (
+                self._ask(_groups(degrees, axes, self._cluster.domain_size))
+                if prod(degrees[axis] for axis in axes) > 1
+                else None
+            )
         return self._known[key]
 
     def of_experts(self, candidate: Candidate, *, is_data_parallel: bool) -> GroupLinks | None:
@@ -52,7 +55,7 @@ class AxisLinks:
                 degrees |= {"dp_replicate": total // candidate.ep}
             axes = ("dp_replicate",) if is_data_parallel else ("dp_shard",)
             degrees = {name: degrees.get(name, 1) for name in AXES}
-            self._known[key] = self._cluster.links(_groups(degrees, axes, self._cluster.domain_size))
+            self._known[key] = self._ask(_groups(degrees, axes, self._cluster.domain_size))
         return self._known[key]
 
     def of_boundary(self, candidate: Candidate, cut: int) -> GroupLinks:
@@ -66,10 +69,15 @@ class AxisLinks:
         key = ("boundary", stage_size, here, there)
         if key not in self._known:
             count = min(stage_size, self._cluster.domain_size)
-            self._known[key] = self._cluster.links(tuple((here + i, there + i) for i in range(count)))
+            self._known[key] = self._ask(tuple((here + i, there + i) for i in range(count)))
         known = self._known[key]
         assert known is not None
         return known
+
+    def _ask(self, groups: Sequence[tuple[int, ...]]) -> GroupLinks:
+        """Equal links are one object, so that what is known for it serves every layout that has them."""
+        found = self._cluster.links(groups)
+        return self._same.setdefault(found, found)
 
 
 _KNOWN: Kept[AxisLinks] = Kept(32)

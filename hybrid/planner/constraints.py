@@ -104,6 +104,13 @@ def _tensor_problems(job: Job, candidate: Candidate, *, is_tp_given: bool, is_al
             text=f"tp = {tp}: no tensor-parallel plan is known for {model.name}; use tp = 1, or give a `plan`",
         )
         return
+    if model.tensor_refusal and not model.num_experts:
+        yield Problem(rule="tensor", text=f"tp = {tp}: {model.name} is cut for no tp: {model.tensor_refusal}")
+        return
+    if model.sequence_refusal and candidate.sequence_parallel:
+        yield Problem(
+            rule="sequence", text=f"sequence_parallel of {model.name}: {model.sequence_refusal}; leave it out"
+        )
     if model.num_experts and not is_all:
         yield Problem(
             rule="not built",
@@ -192,7 +199,6 @@ def not_built(candidate: Candidate) -> Iterator[Problem]:
         ("cp", candidate.cp, 1),
         ("ep", candidate.ep, 1),
         ("recompute", candidate.recompute if candidate.recompute == "core_attention" else None, None),
-        ("offload", candidate.is_offloaded, False),
     ):
         if value != plain:
             yield Problem(

@@ -13,7 +13,7 @@ from hybrid.planner.kept import Kept
 from hybrid.planner.pricer import PARTS, Pricer
 from hybrid.planner.unit_time import UnitSeconds
 
-__all__ = ["PARTS", "StepTime", "step_time", "step_timeline", "unit_seconds"]
+__all__ = ["PARTS", "StepTime", "least_step_seconds", "step_time", "step_timeline", "unit_seconds", "work_seconds"]
 
 # What the names of `binding` stand for.
 _BINDINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -58,6 +58,16 @@ def step_time(job: Job, candidate: Candidate) -> StepTime:
     """Price a layout. Whether it fits into memory is not looked at."""
     priced = _pricer(job).price(candidate)
     return StepTime(parts=priced.parts, stage_seconds=priced.stage_seconds)
+
+
+def least_step_seconds(job: Job, candidate: Candidate) -> float:
+    """Not more than `step_time`, much sooner where other ways to cut the state of the layout have been priced."""
+    return _pricer(job).least_seconds(candidate)
+
+
+def work_seconds(job: Job, candidate: Candidate) -> float:
+    """Of a forward and a backward of one micro-batch through all units, as if one rank had them all."""
+    return _pricer(job).work_seconds(candidate)
 
 
 def step_timeline(job: Job, candidate: Candidate) -> Timeline:

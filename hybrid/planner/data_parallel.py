@@ -36,10 +36,12 @@ class StateLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkState:
-    """Trainable elements of a chunk on one rank before data parallel cuts them.
+    """Elements of a chunk that are trained, on one rank before data parallel cuts them.
 
     Args:
         dense, expert: of all parameters but those of experts, and of these.
+        frozen, frozen_expert: as these, of those that are not trained: stage 3 gathers them too.
+        frozen_behind, frozen_expert_behind: those of them that a backward needs.
         tied: of the dense ones those that are tied to a parameter of another chunk.
         num_units: units.
         num_buckets: into which the runtime lays the dense ones.
@@ -50,6 +52,10 @@ class ChunkState:
     tied: int
     num_units: int
     num_buckets: int
+    frozen: int = 0
+    frozen_expert: int = 0
+    frozen_behind: int = 0
+    frozen_expert_behind: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +79,20 @@ def chunk_state(units: Sequence[UnitSpec], *, tp: int, ep: int, job: Job) -> Chu
     """A tied parameter counts once in a chunk."""
     seen: set[str] = set()
     dense = expert = tied = 0
+    frozen = {False: 0, True: 0}
+    behind = {False: 0, True: 0}
     sizes: list[tuple[tuple[str, int], ...]] = []
     for unit in units:
         own = []
         for parameter in unit.parameters:
-            if not parameter.trainable or parameter.tied_to in seen:
+            if parameter.tied_to in seen:
                 continue
             seen.add(parameter.tied_to or f"{unit.name}.{parameter.name}")
             elements = parameter.local_elements(tp, ep=ep)
+            if not parameter.trainable:
+                frozen[parameter.is_expert] += elements
+                behind[parameter.is_expert] += elements * unit.has_backward
+                continue
             if parameter.is_expert:
                 expert += elements
             else:
@@ -89,7 +101,11 @@ def chunk_state(units: Sequence[UnitSpec], *, tp: int, ep: int, job: Job) -> Chu
                 own.append((parameter.name, elements * job.precision.parameter))
         sizes.append(tuple(reversed(own)))
     buckets = plan_buckets(sizes[::-1], bucket_bytes=job.bucket_bytes)
-    return ChunkState(dense=dense, expert=expert, tied=tied, num_units=len(sizes), num_buckets=len(buckets))
+    return ChunkState(
+        dense=dense, expert=expert, tied=tied, num_units=len(sizes), num_buckets=len(buckets),
+        frozen=frozen[False], frozen_expert=frozen[True],
+        frozen_behind=behind[False], frozen_expert_behind=behind[True],
+    )  # fmt: skip
 
 
 def state_seconds(
@@ -201,14 +217,20 @@ class _Traffic:
         """Stage 3: each unit is gathered while the one before computes, in a forward and again in a backward."""
         count = max(1, chunk.num_units)
         messages = self._software.unit_messages or max(1.0, chunk.num_buckets / count)
-        gather = messages * sum(
-            self._seconds("all_gather", gather_message(size, self._precision).num_bytes / count / messages, links.shard)
-            for size, links in ((chunk.dense, dense), (chunk.expert, expert))
-        )
-        share = self._software.unit_overlap_fraction
-        behind = [min(gather, compute / count * share) for compute in (forward, backward)]
-        slowed = self._software.contention - 1.0
-        waits = [gather + (count - 1) * (gather - hidden + slowed * hidden) for hidden in behind]
+        share, slowed = self._software.unit_overlap_fraction, self._software.contention - 1.0
+        waits, behind = [], []
+        ahead = (chunk.dense + chunk.frozen, chunk.expert + chunk.frozen_expert)
+        back = (chunk.dense + chunk.frozen_behind, chunk.expert + chunk.frozen_expert_behind)
+        for sizes, compute in ((ahead, forward), (back, backward)):
+            gather = messages * sum(
+                self._seconds(
+                    "all_gather", gather_message(size, self._precision).num_bytes / count / messages, links.shard
+                )
+                for size, links in zip(sizes, (dense, expert), strict=True)
+            )
+            hidden = min(gather, compute / count * share)
+            waits.append(gather + (count - 1) * (gather - hidden + slowed * hidden))
+            behind.append(hidden)
         return _UnitWaits(waits[0], waits[1], (count - 1) * behind[1])
 
     def exposed(self, messages: Sequence[_Message], window: float) -> float:

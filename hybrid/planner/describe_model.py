@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import PlanError
-from hybrid.planner.hugging_face import architecture_of
+from hybrid.planner.hugging_face import read_config
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.presets import preset
 from hybrid.planner.transformer import transformer_spec
@@ -60,7 +60,8 @@ def spec_of(
 
 def _of_config(config: Mapping[str, Any], *, name: str, source: str, changes: Mapping[str, Any]) -> ModelSpec:
     shown = name or str(config.get("_name_or_path") or config.get("model_type") or "model")
-    return transformer_spec(architecture_of(config, name=shown, **_as_written(changes)), source=source)
+    architecture, notes = read_config(config, name=shown, **_as_written(changes))
+    return transformer_spec(architecture, source=source, notes=notes)
 
 
 def _as_written(changes: Mapping[str, Any]) -> dict[str, Any]:

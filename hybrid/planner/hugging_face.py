@@ -10,9 +10,10 @@ from typing import Any
 
 from hybrid.errors import PlanError
 from hybrid.planner.architecture import Architecture, Experts, LatentAttention
+from hybrid.planner.config_fields import Fields
 from hybrid.planner.nearest import nearest
 
-__all__ = ["MODEL_TYPES", "architecture_of"]
+__all__ = ["MODEL_TYPES", "architecture_of", "read_config"]
 
 _LONGEST_DEFAULT = 8192  # tokens of a sample where the user names none, for models that can take many more
 
@@ -28,6 +29,11 @@ def architecture_of(config: Mapping[str, Any], *, name: str, **changes: Any) -> 
     Raises:
         PlanError: another model type, or a field that is missing or no positive number; all of them at once.
     """
+    return read_config(config, name=name, **changes)[0]
+
+
+def read_config(config: Mapping[str, Any], *, name: str, **changes: Any) -> tuple[Architecture, tuple[str, ...]]:
+    """As `architecture_of`, with what a reader should know: sizes that were not given, fields that do not count."""
     model_type = config.get("model_type")
     read = _READERS.get(str(model_type))
     if read is None:
@@ -37,52 +43,13 @@ def architecture_of(config: Mapping[str, Any], *, name: str, **changes: Any) -> 
             f"{name}: {words} is not among those with closed forms ({', '.join(_READERS)}){near}. Any other model is "
             "measured: give the module itself with an example batch, hybrid.plan(model, cluster, sample=batch, ...)"
         )
-    fields = _Fields(config, name)
+    fields = Fields(config, name)
     given: dict[str, Any] = {"name": name, **read(fields)}
     fields.raise_all()
-    return Architecture(**{**given, **changes})
+    return Architecture(**{**given, **changes}), tuple(fields.notes())
 
 
-class _Fields:
-    """A configuration that notes what is wrong with it."""
-
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self.config, self.name = config, name
-        self.problems: list[str] = []
-
-    def number(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The first of these fields that is there."""
-        for name in names:
-            value = self.config.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                self.problems.append(f"{self.name}: {name} = {value!r}: expected a whole number of at least {least}")
-                return 1
-            return value
-        if default is None:
-            self.problems.append(f"{self.name}: {' or '.join(names)} is missing from the configuration")
-            return 1
-        return default
-
-    def flag(self, name: str, *, default: bool) -> bool:
-        value = self.config.get(name)
-        return default if value is None else bool(value)
-
-    def share(self, name: str, *, default: float = 0.0) -> bool:
-        """Whether a dropout probability is more than nothing."""
-        value = self.config.get(name)
-        return float(default if value is None else value) > 0
-
-    def word(self, name: str, *, default: str) -> str:
-        return str(self.config.get(name) or default)
-
-    def raise_all(self) -> None:
-        if self.problems:
-            raise PlanError(self.problems)
-
-
-def _heads(fields: _Fields, *names: str, hidden: int) -> dict[str, Any]:
+def _heads(fields: Fields, *names: str, hidden: int) -> dict[str, Any]:
     heads = fields.number(*names)
     if hidden % heads and not fields.config.get("head_dim"):
         fields.problems.append(
@@ -101,7 +68,7 @@ def _learned(rows: int, *, extra: int = 0) -> dict[str, Any]:
     return {"position_rows": rows + extra, "max_seq": rows, "default_seq": min(rows, _LONGEST_DEFAULT)}
 
 
-def _gpt2(fields: _Fields) -> dict[str, Any]:
+def _gpt2(fields: Fields) -> dict[str, Any]:
     hidden = fields.number("n_embd", "hidden_size", default=768)
     return {
         "family": "gpt2",
@@ -118,7 +85,7 @@ def _gpt2(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _gpt_neo(fields: _Fields) -> dict[str, Any]:
+def _gpt_neo(fields: Fields) -> dict[str, Any]:
     hidden = fields.number("hidden_size", default=2048)
     return {
         "family": "gpt_neo",
@@ -136,7 +103,7 @@ def _gpt_neo(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _gpt_neox(fields: _Fields) -> dict[str, Any]:
+def _gpt_neox(fields: Fields) -> dict[str, Any]:
     hidden = fields.number("hidden_size", default=6144)
     has_bias = fields.flag("attention_bias", default=True)
     longest = fields.number("max_position_embeddings", default=2048)
@@ -158,7 +125,7 @@ def _gpt_neox(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _opt(fields: _Fields) -> dict[str, Any]:
+def _opt(fields: Fields) -> dict[str, Any]:
     hidden = fields.number("hidden_size", default=768)
     width = fields.number("word_embed_proj_dim", default=hidden)
     has_bias = fields.flag("enable_bias", default=True)
@@ -183,7 +150,7 @@ def _opt(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _bert(fields: _Fields) -> dict[str, Any]:
+def _bert(fields: Fields) -> dict[str, Any]:
     architectures = [str(one) for one in fields.config.get("architectures") or ()]
     head = "pretraining" if any(one.endswith("ForPreTraining") for one in architectures) else "mlm"
     return {
@@ -206,7 +173,7 @@ def _bert(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _vit(fields: _Fields) -> dict[str, Any]:
+def _vit(fields: Fields) -> dict[str, Any]:
     image, patch = fields.number("image_size", default=224), fields.number("patch_size", default=16)
     labels = fields.config.get("id2label")
     has_bias = fields.flag("qkv_bias", default=True)
@@ -232,7 +199,7 @@ def _vit(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _llama(fields: _Fields) -> dict[str, Any]:
+def _llama(fields: Fields) -> dict[str, Any]:
     hidden = fields.number("hidden_size", default=4096)
     heads = _heads(fields, "num_attention_heads", hidden=hidden)
     kv_heads = fields.number("num_key_value_heads", default=heads["heads"])
@@ -261,38 +228,38 @@ def _llama(fields: _Fields) -> dict[str, Any]:
     }
 
 
-def _qwen2(fields: _Fields) -> dict[str, Any]:
+def _qwen2(fields: Fields) -> dict[str, Any]:
     return {**_llama(fields), "qkv_bias": True, "out_bias": False, "mlp_bias": False}
 
 
-def _qwen3(fields: _Fields) -> dict[str, Any]:
+def _qwen3(fields: Fields) -> dict[str, Any]:
     head_dim = fields.number("head_dim", default=128)
     return {**_llama(fields), "family": "qwen3", "head_dim": head_dim, "has_qk_norm": True, "mlp_bias": False}
 
 
-def _mistral(fields: _Fields) -> dict[str, Any]:
+def _mistral(fields: Fields) -> dict[str, Any]:
     given = _llama(fields)
     kv_heads = fields.number("num_key_value_heads", default=8)
     return {**given, "kv_heads": kv_heads, "qkv_bias": False, "out_bias": False, "mlp_bias": False}
 
 
-def _phi3(fields: _Fields) -> dict[str, Any]:
+def _phi3(fields: Fields) -> dict[str, Any]:
     given = {**_llama(fields), "family": "phi3", "qkv_bias": False, "out_bias": False, "mlp_bias": False}
     return {**given, "hidden_dropout": fields.share("resid_pdrop")}
 
 
-def _gemma(fields: _Fields) -> dict[str, Any]:
+def _gemma(fields: Fields) -> dict[str, Any]:
     head_dim = fields.number("head_dim", default=256)
     tied = fields.flag("tie_word_embeddings", default=True)
     changes = {"activation": "gelu", "head_dim": head_dim, "is_tied": tied, "mlp_bias": False, "is_norm_fp32": True}
     return {**_llama(fields), **changes}
 
 
-def _gemma2(fields: _Fields) -> dict[str, Any]:
+def _gemma2(fields: Fields) -> dict[str, Any]:
     return {**_gemma(fields), "family": "gemma2", "norms_per_block": 4}
 
 
-def _mixtral(fields: _Fields) -> dict[str, Any]:
+def _mixtral(fields: Fields) -> dict[str, Any]:
     given = _mistral(fields)
     experts = Experts(
         num=fields.number("num_local_experts", "num_experts", default=8),
@@ -302,7 +269,7 @@ def _mixtral(fields: _Fields) -> dict[str, Any]:
     return {**given, "family": "mixtral", "experts": experts}
 
 
-def _qwen3_moe(fields: _Fields) -> dict[str, Any]:
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     if fields.config.get("mlp_only_layers") or fields.number("decoder_sparse_step", default=1) != 1:
         fields.problems.append(
             f"{fields.name}: dense blocks among those with experts (mlp_only_layers, ...): measure it"
@@ -316,7 +283,7 @@ def _qwen3_moe(fields: _Fields) -> dict[str, Any]:
     return {**given, "family": "qwen3_moe", "has_qk_norm": True, "experts": experts}
 
 
-def _deepseek(fields: _Fields) -> dict[str, Any]:
+def _deepseek(fields: Fields) -> dict[str, Any]:
     query_rank = fields.config.get("q_lora_rank")
     latent = LatentAttention(
         query_rank=0 if query_rank is None else fields.number("q_lora_rank"),
@@ -338,7 +305,7 @@ def _deepseek(fields: _Fields) -> dict[str, Any]:
     return {**given, "kv_heads": given["heads"]}  # each head has keys and values of its own, made of the shared ones
 
 
-def _megatron(fields: _Fields) -> dict[str, Any]:
+def _megatron(fields: Fields) -> dict[str, Any]:
     """Not a type of Transformers: Megatron-LM's GPT, for the presets."""
     hidden = fields.number("hidden_size")
     return {
@@ -355,7 +322,7 @@ def _megatron(fields: _Fields) -> dict[str, Any]:
     }
 
 
-_READERS: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
+_READERS: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
     "bert": _bert,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,

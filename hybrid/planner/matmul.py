@@ -7,8 +7,8 @@
 least, and tiles run in waves over the processors of the device, the last of which may be nearly empty. A long product
 runs into the power limit (`long`), which clocks down all processors: there an idle one costs nothing.
 
-The constants and where they come from: `data/matmul.yaml`. How well they describe the shapes they were fitted on:
-tests/pure/test_planner_matmul.py.
+The constants and where they come from: `data/matmul.yaml`, `data/rules.yaml`. How well they describe the shapes they
+were fitted on: tests/pure/test_planner_matmul.py.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ import math
 
 from hybrid.contracts.cluster import DeviceKind
 from hybrid.planner.device_profile import DeviceProfile, peak_flops, profile_of
+from hybrid.planner.rules import rule
 
 __all__ = ["attention_seconds", "matmul_seconds"]
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
-_BACKWARD_FLOPS = 2.5  # a fused kernel computes the scores again: five products instead of two
-_QUERY_TILE = 128
-# Products with a short inner sum are split over idle processors no finer than this; the parts are added up at a loss.
-_SPLIT_INNER = 1024
-_SPLIT_RATE = 0.9
-# Rows of 16-bit values that do not start at multiples of 16 bytes are loaded in smaller pieces, or one by one (a
-# vocabulary of 50257). What is left of the rate, from the difference of the heads of width 1024 and 2048 in
-# VIA-Research/vTrain data/ground_truth_single.csv: 231 Tflop/s for rows of 25128, 150 for 12564, 146 for 6282, 82 for
-# 50257.
-_ALIGNED = ((8, 1.0), (2, 0.65), (1, 0.33))
+# What these are, and where they come from: `data/rules.yaml`.
+_BACKWARD_FLOPS: float = rule("attention_backward_products")
+_QUERY_TILE: int = rule("attention_query_tile")
+_SPLIT_INNER: int = rule("split_inner")
+_SPLIT_RATE: float = rule("split_rate")
+_ALIGNED: list[list[float]] = rule("aligned")
 
 
 def matmul_seconds(

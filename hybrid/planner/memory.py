@@ -14,7 +14,7 @@ list of actions and the bytes that each unit keeps for backward. The layers belo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
@@ -31,7 +31,7 @@ from hybrid.planner.memory_layers import (
     reserved_bytes,
 )
 from hybrid.planner.memory_state import StateBytes, StateTable
-from hybrid.planner.stages import stage_units
+from hybrid.planner.stages import stage_ranges
 
 __all__ = ["MemoryPlan", "Point", "StageMemory", "memory"]
 
@@ -44,14 +44,17 @@ class StageMemory:
 
     Args:
         stage: the pipeline rank.
-        points: moment -> part -> bytes.
+        state, activations, candidate, profile: what the moments are made of.
         num_communicators: groups that a rank communicates in.
         device_name: kind of the device.
         host_bytes: what an offloaded optimizer keeps in the host's memory, per rank.
     """
 
     stage: int
-    points: Mapping[Point, Mapping[str, int]]
+    state: StateBytes
+    activations: RankActivations
+    candidate: Candidate
+    profile: FrameworkProfile
     num_communicators: int
     device_name: str
     host_bytes: int = 0
@@ -60,15 +63,20 @@ class StageMemory:
         """Part -> bytes at a named moment."""
         return self.points[point]
 
-    @property
+    @cached_property
+    def points(self) -> Mapping[Point, Mapping[str, int]]:
+        """Moment -> part -> bytes."""
+        return _points(self.state, self.activations, self.candidate, self.profile)
+
+    @cached_property
     def parts(self) -> Mapping[str, int]:
         """At the fullest moment."""
-        return self.points["peak"]
+        return _fullest(self.state, self.activations, self.candidate, self.profile)[1]
 
     @cached_property
     def tensors_bytes(self) -> int:
-        """Live bytes of tensors at the fullest moment."""
-        return sum(self.parts.values())
+        """Live bytes of tensors at the fullest moment: the sum of `parts`."""
+        return _most_bytes(self.state, self.activations, self.candidate, self.profile)
 
     @cached_property
     def reserved(self) -> Interval:
@@ -96,14 +104,36 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """`stages[rank]`: of each pipeline rank."""
+    """What each pipeline rank holds; `ranks`: its state and its activations."""
 
-    stages: tuple[StageMemory, ...]
+    job: Job
+    candidate: Candidate
+    profile: FrameworkProfile
+    ranks: tuple[tuple[StateBytes, RankActivations], ...]
+
+    @cached_property
+    def stages(self) -> tuple[StageMemory, ...]:
+        """`stages[rank]`: of each pipeline rank."""
+        return tuple(map(self._stage, range(len(self.ranks))))
 
     @cached_property
     def worst(self) -> StageMemory:
         """The pipeline rank that holds most."""
-        return max(self.stages, key=lambda stage: stage.tensors_bytes)
+        most = [_most_bytes(*rank, self.candidate, self.profile) for rank in self.ranks]
+        return self._stage(most.index(max(most)))
+
+    def _stage(self, rank: int) -> StageMemory:
+        state, activations = self.ranks[rank]
+        return StageMemory(
+            stage=rank,
+            state=state,
+            activations=activations,
+            candidate=self.candidate,
+            profile=self.profile,
+            num_communicators=num_communicators(self.candidate),
+            device_name=self.job.cluster.device.name,
+            host_bytes=_host_bytes(state, self.job) if self.candidate.is_offloaded else 0,
+        )
 
 
 def memory(job: Job, candidate: Candidate, *, shard: int | None = None) -> MemoryPlan:
@@ -114,23 +144,18 @@ def memory(job: Job, candidate: Candidate, *, shard: int | None = None) -> Memor
             used (at most 128 bytes a parameter).
     """
     table = _table(job)
-    chunks = _chunks(job, candidate)
+    chunks = stage_ranges(job, candidate)
     states = table.state.of_ranks(chunks, candidate, shard)
     activations = table.activations.of_ranks(chunks, candidate)
     return MemoryPlan(
-        stages=tuple(
-            StageMemory(
-                stage=rank,
-                points=_points(state, acts, candidate, table.profile),
-                num_communicators=num_communicators(candidate),
-                device_name=job.cluster.device.name,
-                host_bytes=state.masters + state.optimizer_state + state.gradient_shards
-                if candidate.is_offloaded
-                else 0,
-            )
-            for rank, (state, acts) in enumerate(zip(states, activations, strict=True))
-        )
+        job=job, candidate=candidate, profile=table.profile, ranks=tuple(zip(states, activations, strict=True))
     )
+
+
+def _host_bytes(state: StateBytes, job: Job) -> int:
+    """State on the host; parameters without masters have a copy there, which the host updates."""
+    copies = 0 if state.masters else round(state.own_elements * job.precision.parameter)
+    return state.offloaded + copies
 
 
 # -- moments ---------------------------------------------------------------------------------------------------
@@ -139,52 +164,100 @@ def memory(job: Job, candidate: Candidate, *, shard: int | None = None) -> Memor
 def _points(
     state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
 ) -> Mapping[Point, Mapping[str, int]]:
-    if candidate.is_offloaded:
-        state = replace(state, masters=0, optimizer_state=0, gradient_shards=0)
-    always = {
-        "parameters": state.parameters,
-        "masters": state.masters,
-        "optimizer_state": state.optimizer_state,
-        "bookkeeping": state.bookkeeping,
-    }
+    always = _always(state, candidate)
     is_static = profile.has_static_gradients
-    kept_whole, kept_shards, most_whole = _gradients(state, candidate, is_static=is_static)
-    is_run = candidate.reshard_after == "run"
+    kept_whole, kept_shards, _ = _gradients(state, candidate, is_static=is_static)
     after_forward = {**always, "gradients": state.gradients * is_static, "activations": activations.before}
-    after_forward["gathered_units"] = state.gathered_run if is_run else 0
-    accumulating = {**always, "gradients": kept_whole, "gradient_shards": kept_shards}
-    after_backward = {**always, "gradients": 0, "gradient_shards": state.gradient_shards}
-    if candidate.zero_stage == 0 or is_static:
-        after_backward.update(gradients=state.gradients, gradient_shards=0)
-    after_step = {**always, "gradients": state.gradients * is_static}
+    after_forward["gathered_units"] = state.gathered_run if candidate.reshard_after == "run" else 0
+    backward, peak = _fullest(state, activations, candidate, profile)
+    return MappingProxyType(
+        {
+            "after_forward": after_forward,
+            "accumulating": {**always, "gradients": kept_whole, "gradient_shards": kept_shards},
+            "backward": backward,
+            "after_backward": _after_backward(always, state, candidate, is_static=is_static),
+            "after_step": {**always, "gradients": state.gradients * is_static},
+            "peak": peak,
+        }
+    )
+
+
+def _fullest(
+    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """The fullest moment of a backward, and of the whole step."""
+    always = _always(state, candidate)
+    is_static = profile.has_static_gradients
+    _, kept_shards, most_whole = _gradients(state, candidate, is_static=is_static)
+    constant = round(profile.constant_bytes)
     backward = {
         **always,
-        "gathered_units": state.gathered_run if is_run else state.gathered,
+        "gathered_units": state.gathered_run if candidate.reshard_after == "run" else state.gathered,
         "recomputed": activations.recomputed,
-        "working": activations.working + round(profile.constant_bytes),
+        "working": activations.working + constant,
         "logits": activations.logits,
         "boundary": activations.boundary,
     }
     # In the first backward gradients come as activations go: the beginning and the end are fullest.
-    first = {**backward, "activations": activations.before, "gradients": min(most_whole, state.two_buckets)}
-    later = {**backward, "activations": activations.after, "gradients": most_whole, "gradient_shards": kept_shards}
+    gradients = min(most_whole, state.two_buckets)
+    if activations.before + gradients >= activations.after + most_whole + kept_shards:
+        backward |= {"activations": activations.before, "gradients": gradients}
+    else:
+        backward |= {"activations": activations.after, "gradients": most_whole, "gradient_shards": kept_shards}
     step_bytes = profile.step_bytes_cut if candidate.zero_stage == 3 else profile.step_bytes
-    step = {**after_backward, "working": round(profile.constant_bytes)}
-    if state.masters:
+    if always["masters"]:
         step_bytes += profile.step_bytes_masters
+    step = {**_after_backward(always, state, candidate, is_static=is_static), "working": constant}
     step["step"] = round(state.own_elements * step_bytes)
-    fuller = max((first, later), key=lambda parts: sum(parts.values()))
-    peak = max((fuller, step), key=lambda parts: sum(parts.values()))
-    return MappingProxyType(
-        {
-            "after_forward": after_forward,
-            "accumulating": accumulating,
-            "backward": fuller,
-            "after_backward": after_backward,
-            "after_step": after_step,
-            "peak": peak,
-        }
+    return backward, max((backward, step), key=lambda parts: sum(parts.values()))
+
+
+def _most_bytes(
+    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
+) -> int:
+    """The sum of the second of `_fullest`, which a search asks for of every rank of every layout."""
+    is_here = not candidate.is_offloaded
+    is_static = profile.has_static_gradients
+    _, kept_shards, most_whole = _gradients(state, candidate, is_static=is_static)
+    backward = (
+        (state.gathered_run if candidate.reshard_after == "run" else state.gathered)
+        + activations.added
+        + activations.boundary
+        + max(activations.before + min(most_whole, state.two_buckets), activations.after + most_whole + kept_shards)
     )
+    masters = state.masters * is_here
+    step_bytes = profile.step_bytes_cut if candidate.zero_stage == 3 else profile.step_bytes
+    if masters:
+        step_bytes += profile.step_bytes_masters
+    step = round(state.own_elements * step_bytes)
+    step += (
+        state.gradients if candidate.zero_stage == 0 or is_static else state.gradient_shards * _keeps_shards(candidate)
+    )
+    always = state.parameters + masters + state.optimizer_state * is_here + state.bookkeeping
+    return always + round(profile.constant_bytes) + max(backward, step)
+
+
+def _always(state: StateBytes, candidate: Candidate) -> dict[str, int]:
+    is_here = not candidate.is_offloaded
+    return {
+        "parameters": state.parameters,
+        "masters": state.masters * is_here,
+        "optimizer_state": state.optimizer_state * is_here,
+        "bookkeeping": state.bookkeeping,
+    }
+
+
+def _after_backward(
+    always: Mapping[str, int], state: StateBytes, candidate: Candidate, *, is_static: bool
+) -> dict[str, int]:
+    if candidate.zero_stage == 0 or is_static:
+        return {**always, "gradients": state.gradients, "gradient_shards": 0}
+    return {**always, "gradients": 0, "gradient_shards": state.gradient_shards * _keeps_shards(candidate)}
+
+
+def _keeps_shards(candidate: Candidate) -> bool:
+    """Whether reduced gradients stay on the device: with offload those that are yet to be summed over replicas."""
+    return not candidate.is_offloaded or candidate.dp_replicate > 1
 
 
 def _gradients(state: StateBytes, candidate: Candidate, *, is_static: bool) -> tuple[int, int, int]:
@@ -193,7 +266,7 @@ def _gradients(state: StateBytes, candidate: Candidate, *, is_static: bool) -> t
         return state.gradients, 0, state.gradients
     reduces_each_time = candidate.zero_stage >= 2 and candidate.grad_reduce == "every_micro_batch"
     if reduces_each_time or (candidate.zero_stage >= 2 and candidate.num_micro_batches == 1):
-        return 0, state.gradient_shards, state.two_buckets
+        return 0, state.gradient_shards * _keeps_shards(candidate), state.two_buckets
     if candidate.num_micro_batches == 1:  # reduced as they come
         return state.gradients, 0, state.six_buckets
     return state.gradients, 0, state.gradients
@@ -220,12 +293,3 @@ def _table(job: Job) -> _Table:
         *(job.seq, job.precision, job.optimizer, job.is_flash, job.software, job.bucket_bytes, job.prefetch),
         make=lambda: _Table(job),
     )
-
-
-def _chunks(job: Job, candidate: Candidate) -> tuple[range, ...]:
-    chunks = []
-    start = 0
-    for units in stage_units(job, candidate):
-        chunks.append(range(start, start + len(units)))
-        start += len(units)
-    return tuple(chunks)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybrid.contracts.schedule import Action, ActionKind, make_schedule
+from hybrid.planner.action_numbers import Alternation, alternation
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory_layers import FrameworkProfile
 from hybrid.planner.model_spec import ActivationBytes, Recompute, UnitSpec
@@ -14,6 +19,9 @@ from hybrid.planner.model_spec import ActivationBytes, Recompute, UnitSpec
 __all__ = ["ActivationTable", "Held", "InFlight", "RankActivations", "in_flight", "num_tokens"]
 
 _NOTHING = ActivationBytes()
+
+Rows = NDArray[np.int32]
+"""Moments × chunks of a rank: micro-batches kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +65,46 @@ def _in_flight(schedule: str, num_stages: int, num_micro_batches: int, virtual_s
     if schedule == "gpipe":
         rest = ((num_micro_batches - 1,),) if num_micro_batches > 1 else ()
         return InFlight(ranks=(Held(before=((num_micro_batches,),), after=rest),) * num_stages)
+    plain = alternation(schedule, num_stages, num_micro_batches, virtual_stages)
+    if plain is not None:
+        return InFlight(ranks=tuple(_held_in_turn(plain, virtual_stages)))
     made = make_schedule(
         schedule, num_stages=num_stages, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages
     )
     return InFlight(ranks=tuple(_held(actions, num_stages, virtual_stages) for actions in made.actions))
 
 
+def _held_in_turn(plain: Alternation, virtual_stages: int) -> Iterator[Held]:
+    """As `_held`, for the ranks of a schedule in which forwards and backwards alternate."""
+    size = len(plain.forwards)
+    begun, done = (
+        np.concatenate([np.zeros((1, virtual_stages), np.int32), np.cumsum(one_hot[[turn for turn, _, _ in steps]], 0)])
+        for one_hot in (np.eye(virtual_stages, dtype=np.int32),)
+        for steps in (plain.forwards, plain.backwards)
+    )
+    for warmup in plain.warmups:
+        kept = begun[np.minimum(np.arange(size) + warmup + 1, size)] - done[:-1]  # while each backward runs
+        yield Held(before=_maximal(kept[:1]), after=_maximal(kept[1:]))
+
+
 def _held(actions: Sequence[Action], num_stages: int, virtual_stages: int) -> Held:
-    held = [0] * virtual_stages
-    before: set[tuple[int, ...]] = set()
-    after: set[tuple[int, ...]] = set()
-    began = False
-    for action in actions:
-        turn = action.chunk // num_stages
-        if action.kind is ActionKind.F:
-            held[turn] += 1
-        else:
-            (after if began else before).add(tuple(held))
-            began = True
-        if action.kind.frees_activations:
-            held[turn] -= 1
-    return Held(before=_maximal(before), after=_maximal(after))
+    turns = np.array([action.chunk // num_stages for action in actions])
+    is_forward = np.array([action.kind is ActionKind.F for action in actions])
+    frees = np.array([action.kind.frees_activations for action in actions])
+    changes = np.zeros((len(actions), virtual_stages), dtype=np.int32)
+    changes[np.arange(len(actions)), turns] = is_forward.astype(np.int32) - frees
+    kept = np.cumsum(changes, axis=0) - np.minimum(changes, 0)  # while each action runs
+    backwards = kept[~is_forward]
+    return Held(before=_maximal(backwards[:1]), after=_maximal(backwards[1:]))
 
 
-def _maximal(vectors: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def _maximal(vectors: Rows) -> tuple[tuple[int, ...], ...]:
     """Those that no other one exceeds in every place."""
     kept: list[tuple[int, ...]] = []
-    for vector in sorted(vectors, key=sum, reverse=True):
-        if not any(all(mine <= its for mine, its in zip(vector, other, strict=True)) for other in kept):
-            kept.append(vector)
+    left = vectors[np.argsort(-vectors.sum(axis=1), kind="stable")]
+    while len(left):
+        kept.append(tuple(left[0].tolist()))
+        left = left[(left > left[0]).any(axis=1)]
     return tuple(kept)
 
 
@@ -124,20 +143,22 @@ class ActivationTable:
         self._profile = profile
         self._units: dict[tuple[object, ...], _UnitBytes] = {}
         self._chunks: dict[tuple[object, ...], _ChunkBytes] = {}
-        self._ranks: dict[tuple[object, ...], tuple[RankActivations, ...]] = {}
+        # With the chunks, which are known by their id, so that it stays theirs.
+        self._ranks: dict[tuple[object, ...], tuple[tuple[range, ...], tuple[RankActivations, ...]]] = {}
 
     def of_ranks(self, chunks: tuple[range, ...], candidate: Candidate) -> tuple[RankActivations, ...]:
         """Bytes on each pipeline rank; `chunks`: the units of each chunk of the model."""
         cutting = _cutting(candidate)
         held = in_flight(candidate.schedule, candidate.pp, candidate.num_micro_batches, len(chunks) // candidate.pp)
-        key = (chunks, held, cutting)
+        key = (id(chunks), held, cutting)
         if key not in self._ranks:
             bytes_of = [self._of_chunk(chunk, candidate, cutting) for chunk in chunks]
-            self._ranks[key] = tuple(
+            ranks = tuple(
                 self._of_rank(chunks[rank :: candidate.pp], bytes_of[rank :: candidate.pp], held.ranks[rank], candidate)
                 for rank in range(candidate.pp)
             )
-        return self._ranks[key]
+            self._ranks[key] = chunks, ranks
+        return self._ranks[key][1]
 
     def _of_rank(
         self, chunks: Sequence[range], bytes_of: Sequence[_ChunkBytes], held: Held, candidate: Candidate
@@ -287,4 +308,4 @@ def _cutting(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _most(vectors: Sequence[tuple[int, ...]], weights: Sequence[int]) -> int:
-    return max((sum(n * w for n, w in zip(vector, weights, strict=True)) for vector in vectors), default=0)
+    return max((sum(map(mul, vector, weights)) for vector in vectors), default=0)

@@ -1,23 +1,20 @@
 """Bytes of parameters, gradients and optimizer state on one rank, bucket by bucket as the runtime lays them out.
 
 The buckets come from the functions that the runtime cuts by (`plan_buckets` and `partition_bucket`), so padding is that
-of a real run. A chunk with more than `EXACT_PARAMETERS` parameters is one bucket of each kind instead: then padding is
-low by at most 128 bytes for each rank of the shard group and bucket.
+of a real run: `memory_buckets.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
-from hybrid.contracts.partition import BucketPartition, partition_bucket, plan_buckets, shard_elements
 from hybrid.planner.job import Candidate, Job
+from hybrid.planner.memory_buckets import EXACT_PARAMETERS, BucketTable, Entry, Planning, largest_run, num_shards
 from hybrid.planner.model_spec import ModelSpec, ParameterSpec
 
 __all__ = ["EXACT_PARAMETERS", "StateBytes", "StateTable", "num_shards"]
-
-EXACT_PARAMETERS = 4096
 
 # Optimizers with a step counter (4 bytes) for each parameter.
 _COUNTING = frozenset({"Adam", "AdamW", "NAdam", "RAdam"})
@@ -25,7 +22,7 @@ _COUNTING = frozenset({"Adam", "AdamW", "NAdam", "RAdam"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Of one rank, or of one of its chunks; `+` joins the chunks of a rank.
+    """Of one rank, or of one of its chunks.
 
     Args:
         parameters: the copy that computes, whole at stages 0 to 2, own shards at stage 3.
@@ -57,52 +54,49 @@ class StateBytes:
         """What an offloaded optimizer takes off the device."""
         return self.masters + self.optimizer_state + self.gradient_shards
 
-    def __add__(self, other: StateBytes) -> StateBytes:
-        # Chunks of a rank work in turn: what is there for a moment is there for one of them.
-        values = {}
-        for one in fields(self):
-            mine, its = getattr(self, one.name), getattr(other, one.name)
-            values[one.name] = max(mine, its) if one.name in _IN_TURN else mine + its
-        return StateBytes(**values)
-
-
-_IN_TURN = frozenset({"two_buckets", "six_buckets", "gathered", "gathered_run"})
-
-
-def num_shards(candidate: Candidate) -> tuple[int, int]:
-    """Ranks over which the state of (ordinary parameters, experts) is cut; 1 at stage 0."""
-    if candidate.zero_stage == 0:
-        return 1, 1
-    ranks = candidate.dp_shard * candidate.cp
-    return ranks, max(1, ranks // candidate.ep)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One parameter of a chunk: in which unit, under which key of a bucket, how much of it is here."""
-
-    unit: int
-    is_around: bool
-    elements: int
-    key: tuple[object, ...]
-    is_expert: bool
-    trainable: bool
+    @staticmethod
+    def of_chunks(chunks: Sequence[StateBytes]) -> StateBytes:
+        """Of a rank with these chunks, which work in turn: what is there for a moment is there for one of them."""
+        if len(chunks) == 1:
+            return chunks[0]
+        return StateBytes(
+            parameters=sum(chunk.parameters for chunk in chunks),
+            gradients=sum(chunk.gradients for chunk in chunks),
+            two_buckets=max(chunk.two_buckets for chunk in chunks),
+            six_buckets=max(chunk.six_buckets for chunk in chunks),
+            gradient_shards=sum(chunk.gradient_shards for chunk in chunks),
+            masters=sum(chunk.masters for chunk in chunks),
+            optimizer_state=sum(chunk.optimizer_state for chunk in chunks),
+            gathered=max(chunk.gathered for chunk in chunks),
+            gathered_run=max(chunk.gathered_run for chunk in chunks),
+            bookkeeping=sum(chunk.bookkeeping for chunk in chunks),
+            own_elements=sum(chunk.own_elements for chunk in chunks),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Elements: of its parameters, of the whole buffer, of the own shard, of the parameters' parts in that shard."""
+class _ChunkLook:
+    """A chunk, with the tied parameters that it leaves out and those that other ranks hold too.
 
-    entries: tuple[_Entry, ...]
-    num_shards: int
-    whole: int
-    own: int
-    owned: int
-    slices: int
+    `key` is equal for chunks that cost alike.
+    """
 
-    @property
-    def padding(self) -> int:
-        return self.whole - sum(entry.elements for entry in self.entries)
+    key: int
+    chunk: range
+    skipped: frozenset[tuple[int, int]]
+    shared: frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Looks:
+    """The different ranks of a pipeline, and which of them each rank is.
+
+    `chunks` is held so that its id stays its own.
+    """
+
+    chunks: tuple[range, ...]
+    ranks: tuple[tuple[_ChunkLook, ...], ...]
+    places: tuple[int, ...]
 
 
 class StateTable:
@@ -112,10 +106,12 @@ class StateTable:
         self._model: ModelSpec = job.model
         self._precision = job.precision
         self._optimizer = job.optimizer
-        self._bucket_bytes = job.bucket_bytes
-        self._prefetch = job.prefetch
+        self._buckets = BucketTable(job)
         self._known: dict[tuple[object, ...], StateBytes] = {}
         self._ranks: dict[tuple[object, ...], tuple[StateBytes, ...]] = {}
+        self._looks: dict[tuple[int, int], _Looks] = {}
+        self._plannings: dict[tuple[object, ...], Planning] = {}
+        self._chunk_keys: dict[tuple[object, ...], int] = {}
 
     def of_ranks(self, chunks: tuple[range, ...], candidate: Candidate, shard: int | None) -> tuple[StateBytes, ...]:
         """Bytes on the ranks of each pipeline rank.
@@ -124,38 +120,58 @@ class StateTable:
             chunks: the units of each chunk of the model.
             shard: of one place in the shard group; None: of the largest.
         """
-        key = (chunks, candidate.pp, *_cutting(candidate), shard)
+        cutting = (*_cutting(candidate), shard)
+        key = (id(chunks), candidate.pp, cutting)
         if key not in self._ranks:
-            self._ranks[key] = tuple(self._of_rank(chunks, rank, candidate, shard) for rank in range(candidate.pp))
+            looks = self._looks_of(chunks, candidate.pp)
+            counted = [self._of_rank(rank, candidate, cutting, shard) for rank in looks.ranks]
+            self._ranks[key] = tuple(counted[place] for place in looks.places)
         return self._ranks[key]
 
-    def _of_rank(self, chunks: Sequence[range], pp_rank: int, candidate: Candidate, shard: int | None) -> StateBytes:
-        mine = chunks[pp_rank :: candidate.pp]
-        skipped, shared = self._tied(mine, chunks)
-        total = None
-        for chunk in mine:
-            one = self._of_chunk(chunk, skipped, shared, candidate, shard)
-            total = one if total is None else total + one
-        assert total is not None
-        return total
+    def _looks_of(self, chunks: tuple[range, ...], pp: int) -> _Looks:
+        """What each pipeline rank holds; ranks that look alike cost alike."""
+        key = (id(chunks), pp)
+        if key not in self._looks:
+            ranks: dict[tuple[object, ...], tuple[_ChunkLook, ...]] = {}
+            order = []
+            for pp_rank in range(pp):
+                mine = chunks[pp_rank::pp]
+                skipped, shared = self._tied(mine, chunks)
+                held = tuple(self._chunk_look(chunk, skipped, shared, pp) for chunk in mine)
+                alike = tuple(look.key for look in held)
+                ranks.setdefault(alike, held)
+                order.append(alike)
+            number = {alike: place for place, alike in enumerate(ranks)}
+            self._looks[key] = _Looks(chunks, tuple(ranks.values()), tuple(number[alike] for alike in order))
+        return self._looks[key]
 
-    def _of_chunk(
-        self,
-        chunk: range,
-        skipped: frozenset[tuple[int, int]],
-        shared: frozenset[tuple[int, int]],
-        candidate: Candidate,
-        shard: int | None,
-    ) -> StateBytes:
-        # Chunks that look alike cost alike, wherever they are.
+    def _chunk_look(
+        self, chunk: range, skipped: frozenset[tuple[int, int]], shared: frozenset[tuple[int, int]], pp: int
+    ) -> _ChunkLook:
         looks = self._model.look_indices[chunk.start : chunk.stop]
         special = tuple(
             (at - chunk.start, index, (at, index) in skipped) for at, index in (*skipped, *shared) if at in chunk
         )
-        key = (looks, special, candidate.pp > 1, *_cutting(candidate), shard)
+        key = self._chunk_keys.setdefault((looks, special, pp > 1), len(self._chunk_keys))
+        return _ChunkLook(key, chunk, skipped, shared)
+
+    def _of_rank(
+        self, held: Sequence[_ChunkLook], candidate: Candidate, cutting: tuple[object, ...], shard: int | None
+    ) -> StateBytes:
+        return StateBytes.of_chunks([self._of_chunk(look, candidate, cutting, shard) for look in held])
+
+    def _of_chunk(
+        self, look: _ChunkLook, candidate: Candidate, cutting: tuple[object, ...], shard: int | None
+    ) -> StateBytes:
+        key = (look.key, cutting)
         if key not in self._known:
-            entries = list(self._entries(chunk, skipped, shared, candidate))
-            self._known[key] = self._count(entries, candidate, shard)
+            is_split = candidate.zero_stage == 3
+            place = (look.key, *_dividing(candidate), is_split)
+            planning = self._plannings.get(place)
+            if planning is None:
+                entries = list(self._entries(look.chunk, look.skipped, look.shared, candidate))
+                planning = self._plannings[place] = self._buckets.plan(entries, is_split=is_split)
+            self._known[key] = self._count(planning, candidate, shard)
         return self._known[key]
 
     # -- which parameters --------------------------------------------------------------------------------
@@ -195,7 +211,7 @@ class StateTable:
         skipped: frozenset[tuple[int, int]],
         shared: frozenset[tuple[int, int]],
         candidate: Candidate,
-    ) -> Iterable[_Entry]:
+    ) -> Iterable[Entry]:
         place, was_around = -1, False
         for at in chunk:
             unit = self._model.units[at]
@@ -207,7 +223,7 @@ class StateTable:
             for index, parameter in enumerate(unit.parameters):
                 if (at, index) in skipped:
                     continue
-                yield _Entry(
+                yield Entry(
                     place,
                     is_around,
                     parameter.local_elements(candidate.tp, ep=candidate.ep),
@@ -218,115 +234,48 @@ class StateTable:
 
     # -- bytes --------------------------------------------------------------------------------------------
 
-    def _count(self, entries: Sequence[_Entry], candidate: Candidate, shard: int | None) -> StateBytes:
+    def _count(self, planning: Planning, candidate: Candidate, shard: int | None) -> StateBytes:
         precision, optimizer = self._precision, self._optimizer
-        trained = [entry for entry in entries if entry.trainable]
-        frozen = [entry for entry in entries if not entry.trainable]
-        buckets = self._buckets(trained, candidate, shard)
+        buckets = self._buckets.cut(planning.trained, candidate, shard)
         own = sum(bucket.own for bucket in buckets)
-        padding = sum(bucket.padding for bucket in buckets)
         whole = sum(bucket.whole for bucket in buckets)
-        parameters = (whole + sum(entry.elements for entry in frozen)) * precision.parameter
+        padding = whole - planning.trained_elements
+        parameters = (whole + planning.frozen_elements) * precision.parameter
         gathered = gathered_run = 0
         if candidate.zero_stage == 3:
-            frozen_buckets = self._buckets(frozen, candidate, shard)
-            padding += sum(bucket.padding for bucket in frozen_buckets)
+            frozen_buckets = self._buckets.cut(planning.frozen, candidate, shard)
+            padding += sum(bucket.whole - bucket.planned.elements for bucket in frozen_buckets)
             everything = [*buckets, *frozen_buckets]
             cut = [bucket for bucket in everything if bucket.num_shards > 1]
             # Where nobody shares the state there is nothing to gather, and no shard beside the whole.
             parameters = sum(b.own if b.num_shards > 1 else b.whole for b in everything) * precision.parameter
-            gathered = self._most_gathered(cut) * precision.parameter
+            gathered = self._buckets.most_gathered(cut) * precision.parameter
             gathered_run = sum(bucket.whole for bucket in cut) * precision.parameter
-        slices = sum(bucket.slices for bucket in buckets)
-        counters = 4 * slices if optimizer.name in _COUNTING else 0
+        counters = 4 * sum(bucket.slices for bucket in buckets) if optimizer.name in _COUNTING else 0
         gradients = [bucket.whole * precision.gradient for bucket in buckets]
         return StateBytes(
             parameters=parameters,
-            gradients=sum(gradients),
-            two_buckets=_largest_run(gradients, 2),
-            six_buckets=_largest_run(gradients, 6),
+            gradients=whole * precision.gradient,
+            two_buckets=largest_run(gradients, 2),
+            six_buckets=largest_run(gradients, 6),
             gradient_shards=own * precision.gradient,
             masters=own * precision.master,
             optimizer_state=sum(bucket.owned for bucket in buckets) * optimizer.state,
             gathered=gathered,
             gathered_run=gathered_run,
-            bookkeeping=8 * padding + precision.parameter * len(trained) + counters,
+            bookkeeping=8 * padding + precision.parameter * planning.num_trained + counters,
             own_elements=own,
         )
 
-    def _buckets(self, entries: Sequence[_Entry], candidate: Candidate, shard: int | None) -> list[_Bucket]:
-        """In launch order, as `sharding/plan.py` makes them."""
-        precision = self._precision
-        shards, expert_shards = num_shards(candidate)
-        is_split = candidate.zero_stage == 3
-        groups: dict[tuple[object, ...], list[tuple[int, _Entry]]] = {}
-        for index, entry in enumerate(entries):
-            groups.setdefault((entry.key, is_split and entry.is_around), []).append((index, entry))
-        planned: list[list[tuple[int, _Entry]]] = []
-        is_exact = len(entries) <= EXACT_PARAMETERS
-        for members in groups.values():
-            if not is_exact:
-                planned.append(members[::-1])
-                continue
-            by_unit: dict[int, list[tuple[str, int]]] = {}
-            for index, entry in reversed(members):
-                by_unit.setdefault(entry.unit, []).append((str(index), entry.elements * precision.parameter))
-            units = [tuple(sizes) for sizes in by_unit.values()]
-            for names in plan_buckets(units, bucket_bytes=self._bucket_bytes):
-                planned.append([(int(name), entries[int(name)]) for name in names])
-        planned.sort(key=lambda members: -min(index for index, _ in members))
-        is_whole = not self._optimizer.is_element_wise and candidate.zero_stage in {1, 2}
-        loads: dict[int, list[int]] = {}
-        element_bytes = min(precision.parameter, precision.gradient)
-        buckets = []
-        for members in planned:
-            ranks = expert_shards if members[0][1].is_expert else shards
-            there = tuple(entry for _, entry in members)
-            if shard is None and not is_whole:
-                sizes = [entry.elements for entry in there]
-                own = shard_elements(sizes, num_shards=ranks, element_bytes=element_bytes)
-                buckets.append(_Bucket(there, ranks, own * ranks, own, own, len(there)))
-                continue
-            partition = partition_bucket(
-                [(str(index), entry.elements) for index, entry in members],
-                num_shards=ranks,
-                element_bytes=element_bytes,
-                kind="parameter" if is_whole else "element",
-                loads=loads.setdefault(ranks, [0] * ranks) if is_whole else None,
-            )
-            place = _fullest(partition) if shard is None else shard % ranks
-            own = partition.bounds[place + 1] - partition.bounds[place]
-            parts = partition.slices(place)
-            owned = sum(part.num_elements for part in parts)
-            buckets.append(_Bucket(there, ranks, partition.num_elements, own, owned, len(parts)))
-        return buckets
 
-    def _most_gathered(self, buckets: Sequence[_Bucket]) -> int:
-        """Elements: what lies around the units, and units in a row: one that computes, those fetched ahead of it.
-
-        The unit before is freed when the next one has come, so two are whole even where nothing is fetched ahead.
-        """
-        around = sum(bucket.whole for bucket in buckets if bucket.entries[0].is_around)
-        inside = [bucket for bucket in buckets if not bucket.entries[0].is_around]
-        units = sorted({entry.unit for bucket in inside for entry in bucket.entries})
-        holds: dict[int, list[int]] = {unit: [] for unit in units}
-        for index, bucket in enumerate(inside):
-            for unit in {entry.unit for entry in bucket.entries}:
-                holds[unit].append(index)
-        window = max(2, 1 + self._prefetch)
-        most = 0
-        for start in range(max(1, len(units) - window + 1)):
-            there = {index for unit in units[start : start + window] for index in holds[unit]}
-            most = max(most, sum(inside[index].whole for index in there))
-        return around + most
+def _dividing(candidate: Candidate) -> tuple[object, ...]:
+    """All that decides how a chunk's parameters are laid into buckets, but the stage."""
+    return (candidate.tp, candidate.ep, candidate.tp > 1 and candidate.sequence_parallel)
 
 
 def _cutting(candidate: Candidate) -> tuple[object, ...]:
     """All that decides how a chunk's parameters are cut and gathered."""
-    return (
-        candidate.tp, candidate.ep, candidate.tp > 1 and candidate.sequence_parallel, num_shards(candidate),
-        candidate.zero_stage == 3, candidate.zero_stage > 0,
-    )  # fmt: skip
+    return (*_dividing(candidate), num_shards(candidate), candidate.zero_stage == 3, candidate.zero_stage > 0)
 
 
 def _key(parameter: ParameterSpec, candidate: Candidate) -> tuple[object, ...]:
@@ -339,14 +288,3 @@ def _key(parameter: ParameterSpec, candidate: Candidate) -> tuple[object, ...]:
         return ("whole", candidate.sequence_parallel)
     copies = candidate.tp // parameter.min_parts if 0 < parameter.min_parts < candidate.tp else 1
     return ("cut", copies)
-
-
-def _fullest(partition: BucketPartition) -> int:
-    """The shard with most elements."""
-    bounds = partition.bounds
-    return max(range(partition.num_shards), key=lambda place: bounds[place + 1] - bounds[place])
-
-
-def _largest_run(sizes: Sequence[int], length: int) -> int:
-    """The largest sum of so many neighbours."""
-    return max((sum(sizes[start : start + length]) for start in range(len(sizes))), default=0)

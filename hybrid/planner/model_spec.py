@@ -82,6 +82,7 @@ class MatmulSpec:
         num_groups: experts over which the rows are spread (a grouped product); 1 otherwise.
         min_parts: as in `ParameterSpec`: parts are not smaller than 1/min_parts.
         has_input_gradient: False where nothing before it is trained (the first layer on data).
+        has_weight_gradient: False where its weight is frozen.
     """
 
     name: str
@@ -92,6 +93,7 @@ class MatmulSpec:
     num_groups: int = 1
     min_parts: int = 0
     has_input_gradient: bool = True
+    has_weight_gradient: bool = True
 
     @property
     def flops_per_token(self) -> float:
@@ -108,6 +110,7 @@ class AttentionSpec:
         head_dim: of queries and keys.
         value_dim: of values.
         is_causal: only half of the square is needed; a kernel that skips it takes half of the time.
+        is_cut: False where every tp rank computes all heads.
     """
 
     num_heads: int
@@ -115,6 +118,7 @@ class AttentionSpec:
     head_dim: int
     value_dim: int
     is_causal: bool = True
+    is_cut: bool = True
 
     def flops_per_token(self, seq: int) -> float:
         """Forward, the whole square, whatever the kernel skips."""
@@ -136,6 +140,7 @@ class ActivationBytes:
         whole: per token, on every tp rank alike (divided under sequence parallel).
         cut: per token, divided by tp.
         pairs: per token and position attended to (scores, softmax, their dropout mask), divided by tp.
+        pairs_whole: the same where every tp rank computes all heads.
         fixed: whatever the number of tokens.
         gathered: the part of `whole` that lies around the edges of a cut region, whole even under sequence parallel.
         collective: per token, results of the tp sums (not in `whole`); with the sequence cut, as much gathered.
@@ -144,6 +149,7 @@ class ActivationBytes:
     whole: float = 0.0
     cut: float = 0.0
     pairs: float = 0.0
+    pairs_whole: float = 0.0
     fixed: float = 0.0
     gathered: float = 0.0
     collective: float = 0.0
@@ -159,13 +165,15 @@ class ActivationBytes:
                 if sequence_parallel
                 else (self.collective)
             )
-        return tokens * (whole + self.cut / tp + seq * self.pairs / tp) + self.fixed
+        pairs = self.pairs_whole + self.pairs / tp
+        return tokens * (whole + self.cut / tp + seq * pairs) + self.fixed
 
     def __add__(self, other: ActivationBytes) -> ActivationBytes:
         return ActivationBytes(
             whole=self.whole + other.whole,
             cut=self.cut + other.cut,
             pairs=self.pairs + other.pairs,
+            pairs_whole=self.pairs_whole + other.pairs_whole,
             fixed=self.fixed + other.fixed,
             gathered=self.gathered + other.gathered,
             collective=self.collective + other.collective,
@@ -190,6 +198,8 @@ class UnitSpec:
         input_bytes: per token, of the value that crosses into it from the unit before (2 · hidden).
         num_tp_reductions: sums over the tp group in a forward (2 for a transformer block, 1 for a cut embedding or
             head); backward has as many.
+        gathered_forward, gathered_backward: elements per token of what a forward and a backward gather over the tp
+            group beside them (fused layers without parts).
         expert_rows: token rows per token that travel to experts and back (top_k); 0 without experts.
         logits_per_token: elements of the logits per token (the head only).
     """
@@ -206,6 +216,8 @@ class UnitSpec:
     num_kernels: int = 0
     input_bytes: float = 0.0
     num_tp_reductions: int = 0
+    gathered_forward: tuple[int, ...] = ()
+    gathered_backward: tuple[int, ...] = ()
     expert_rows: float = 0.0
     logits_per_token: int = 0
 
@@ -215,6 +227,12 @@ class UnitSpec:
     def num_parameters(self, *, tp: int = 1, ep: int = 1) -> int:
         """Elements on one rank; a tied one counts where it is."""
         return sum(parameter.local_elements(tp, ep=ep) for parameter in self.parameters)
+
+    @property
+    def has_backward(self) -> bool:
+        """False where neither it nor anything before it is trained: backward ends behind it."""
+        is_trained = any(parameter.trainable for parameter in self.parameters)
+        return is_trained or any(matmul.has_input_gradient for matmul in self.matmuls)
 
     def forward_flops_per_token(self, seq: int) -> float:
         """Matrix products and the whole attention square, all ranks together."""
@@ -227,7 +245,8 @@ class UnitSpec:
         return (
             self.kind, self.parameters, self.matmuls, self.attentions, tuple(sorted(self.activations.items())),
             self.traffic_whole, self.traffic_cut, self.traffic_pairs, self.num_kernels, self.input_bytes,
-            self.num_tp_reductions, self.expert_rows, self.logits_per_token,
+            self.num_tp_reductions, self.gathered_forward, self.gathered_backward, self.expert_rows,
+            self.logits_per_token,
         )  # fmt: skip
 
 
@@ -244,6 +263,8 @@ class ModelSpec:
         default_seq: tokens of a sample where the user names none.
         is_seq_fixed: measured at `default_seq`; activations hold for no other length.
         num_experts: of each mixture; 0 without.
+        tensor_refusal, sequence_refusal: why the runtime cuts it for no tp, and why not along the sequence
+            (`contracts/tensor_rules.py`); empty where it does.
         source: where the figures come from: `preset llama3-70b`, `config.json of …`, `measured: MyModel`.
         notes: what the figures leave out.
     """
@@ -259,6 +280,8 @@ class ModelSpec:
     default_seq: int = 2048
     is_seq_fixed: bool = False
     num_experts: int = 0
+    tensor_refusal: str = ""
+    sequence_refusal: str = ""
     source: str = ""
     notes: tuple[str, ...] = ()
 

@@ -16,6 +16,8 @@ class Family:
         blocks: name of a block; `{}` is its number.
         embedding, block, head: roles in the order of registration; those that a model lacks are passed over.
         is_transposed: its linear layers hold (in, out), as GPT-2's Conv1D.
+        gathered: layers with fused weights that the model's own plan cuts without their parts in mind: each rank
+            gathers what they give and takes its part of it again before the row layer. No sequence parallel there.
         extra_positions: rows of the position table beyond the longest sequence (OPT: 2).
     """
 
@@ -24,7 +26,18 @@ class Family:
     block: Mapping[str, str]
     head: Mapping[str, str]
     is_transposed: bool = False
+    gathered: tuple[str, ...] = ()
     extra_positions: int = 0
+
+    @property
+    def sequence_refusal(self) -> str:
+        """Why the runtime does not cut the sequence; empty where it does. A test asks `contracts/tensor_rules.py`."""
+        if not self.gathered:
+            return ""
+        return (
+            "between the blocks each rank has a part of the sequence, but what the fused layers "
+            f"{' and '.join(self.gathered)} give is gathered whole"
+        )
 
 
 _QKV = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
@@ -35,8 +48,8 @@ _EMBEDDING = {"token": "model.embed_tokens"}
 _HEAD = {"final_norm": "model.norm", "head": "lm_head"}
 
 
-def _llama(block: Mapping[str, str]) -> Family:
-    return Family(blocks="model.layers.{}", embedding=_EMBEDDING, block=block, head=_HEAD)
+def _llama(block: Mapping[str, str], *, gathered: tuple[str, ...] = ()) -> Family:
+    return Family(blocks="model.layers.{}", embedding=_EMBEDDING, block=block, head=_HEAD, gathered=gathered)
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -184,7 +197,8 @@ FAMILIES: Mapping[str, Family] = {
             "gate_up": "mlp.gate_up_proj",
             "down": "mlp.down_proj",
             **_NORMS,
-        }
+        },
+        gathered=("self_attn.qkv_proj", "mlp.gate_up_proj"),
     ),
     "gemma2": _llama(
         {

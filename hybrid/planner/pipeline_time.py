@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from hybrid.contracts.schedule import ActionKind, make_schedule
+from hybrid.planner.action_numbers import rank_orders
 
 __all__ = ["PipelineSeconds", "pipeline_seconds"]
 
@@ -99,14 +99,9 @@ def _period(forward: Sequence[float], backward: Sequence[float], transfer: Seque
 
 @lru_cache(maxsize=512)
 def _program(name: str, p: int, m: int, v: int) -> _Program:
-    schedule = make_schedule(name, num_stages=p, num_micro_batches=m, virtual_stages=v)
-    # Numbers instead of `schedule.dependencies`, which takes ten times as long: an action is (chunk, forward or
-    # backward, micro-batch); that a backward comes behind its own forward follows from the order of its rank.
+    # That a backward comes behind its own forward follows from the order of its rank.
     places = m * p * v
-    orders = [
-        [(action.chunk, action.kind is ActionKind.F, action.micro_batch) for action in order]
-        for order in schedule.actions
-    ]
+    orders = rank_orders(name, p, m, v)
     index = [-1] * (2 * places)
     steps: list[tuple[int, int, bool, int, int]] = []
     reached = [0] * p
@@ -114,8 +109,8 @@ def _program(name: str, p: int, m: int, v: int) -> _Program:
     while has_moved:
         has_moved = False
         for rank, order in enumerate(orders):
-            for chunk, is_forward, micro_batch in order[reached[rank] :]:
-                source, cut = -1, 0
+            for turn, is_forward, micro_batch in order[reached[rank] :]:
+                chunk, source, cut = turn * p + rank, -1, 0
                 own = chunk * m + micro_batch + (0 if is_forward else places)
                 if is_forward and chunk > 0:
                     source, cut = index[own - m], chunk - 1

@@ -161,7 +161,12 @@ class Plans(Sequence[Plan]):
         """Plain data, for JSON."""
         job = self.request.job
         return {
-            "model": {"name": job.model.name, "source": job.model.source, "num_parameters": job.model.num_parameters},
+            "model": {
+                "name": job.model.name,
+                "source": job.model.source,
+                "num_parameters": job.model.num_parameters,
+                "notes": list(job.model.notes),
+            },
             "cluster": {"name": job.cluster.name, "num_devices": job.cluster.num_devices},
             "global_batch_size": job.global_batch_size,
             "seq": job.seq,
@@ -217,7 +222,7 @@ def plan(
             own; None: this library's, on gloo where the devices are processors.
         flash_attention: False where scores are stored.
         fixed: what is decided already: `{"tp": 4}` or `"tp=4,pp=2"`.
-        include_unbuilt: also layouts that this version cannot run (context and expert parallel, offload).
+        include_unbuilt: also offload, and layouts that this version cannot run (context and expert parallel).
         risk: highest accepted chance of running out of memory.
         memory_bytes: of a device, if not all of it may be used.
         num_plans: how many to return.

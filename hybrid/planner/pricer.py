@@ -26,6 +26,10 @@ PARTS = (
 )  # fmt: skip
 
 
+# A bound is added up in another order than what it bounds.
+_ROUNDED = 1.0 - 1e-9
+
+
 @dataclass(frozen=True, slots=True)
 class Priced:
     """`parts` of the pipeline rank that is ready last; `stage_seconds` per rank: work on its micro-batches."""
@@ -56,7 +60,38 @@ class Pricer:
         self._look = {id(unit): looks.setdefault(unit.look, len(looks)) for unit in job.model.units}
         self._units: dict[tuple[object, ...], UnitSeconds] = {}
         self._chunks: dict[tuple[object, ...], _Chunk] = {}
+        # With the stages, which are known by their id, so that it stays theirs.
+        self._priced: dict[tuple[object, ...], tuple[object, list[_Chunk]]] = {}
         self._states: dict[tuple[object, ...], ChunkState] = {}
+        self._plain_ends: dict[tuple[object, ...], tuple[float, ...]] = {}
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """Not more than `price` gives.
+
+        What a rank waits for its state makes no action shorter, so that it ends no sooner than without, nor sooner
+        than it can do its own work.
+        """
+        p, m = candidate.pp, candidate.num_micro_batches
+        chunks = self._priced_chunks(candidate)
+        states = self._state_of_ranks(chunks, candidate)
+        forward, backward = _with_waits(chunks, states)
+        ends = self._ends_without_waits(candidate, chunks)
+        ready = max(
+            max(ends[rank], m * sum(forward[c] + backward[c] for c in range(rank, len(chunks), p)))
+            + state.last_reduction
+            for rank, state in enumerate(states)
+        )
+        after = max(state.optimizer + state.gather for state in states)
+        return (ready + after + self.software.step_seconds) * _ROUNDED
+
+    def _ends_without_waits(self, candidate: Candidate, chunks: Sequence[_Chunk]) -> tuple[float, ...]:
+        key: tuple[object, ...] = (candidate.schedule, candidate.pp, candidate.virtual_stages)
+        key = (*key, candidate.num_micro_batches, *map(id, chunks))
+        known = self._plain_ends.get(key)
+        if known is None:
+            known = self._play(candidate, [c.forward for c in chunks], [c.backward for c in chunks])
+            self._plain_ends[key] = known
+        return known
 
     def price(self, candidate: Candidate) -> Priced:
         p, m = candidate.pp, candidate.num_micro_batches
@@ -66,7 +101,9 @@ class Pricer:
         states = self._state_of_ranks(chunks, candidate)
         forward, backward = _with_waits(chunks, states)
         own = [m * sum(forward[c] + backward[c] for c in range(rank, size, p)) for rank in ranks]
-        ends, shown, delays = self._play(candidate, forward, backward)
+        is_waiting = forward != [c.forward for c in chunks] or backward != [c.backward for c in chunks]
+        ends = self._play(candidate, forward, backward) if is_waiting else self._ends_without_waits(candidate, chunks)
+        shown, delays = self._messages(candidate, size)
         ready = [end + state.last_reduction for end, state in zip(ends, states, strict=True)]
         tied = self._tied_seconds(chunks[-1], candidate)
         if tied:
@@ -99,6 +136,14 @@ class Pricer:
         """Each unit's time for one micro-batch."""
         setting = self._setting(candidate)
         return {unit.name: self._unit(unit, setting, self._key(candidate)) for unit in self.job.model.units}
+
+    def work_seconds(self, candidate: Candidate) -> float:
+        """Forward and backward of one micro-batch through all units."""
+        setting, key = self._setting(candidate), self._key(candidate)
+        looks = {self._look[id(unit)]: unit for unit in self.job.model.units}
+        seconds = {look: self._unit(unit, setting, key) for look, unit in looks.items()}
+        totals = {look: unit.forward.total + unit.backward_total for look, unit in seconds.items()}
+        return sum(totals[look] for look in map(self._look.__getitem__, map(id, self.job.model.units)))
 
     def timeline(self, candidate: Candidate) -> Timeline:
         """The schedule on the clock, every action by name."""
@@ -161,16 +206,20 @@ class Pricer:
 
     def _priced_chunks(self, candidate: Candidate) -> list[_Chunk]:
         key = self._key(candidate)
-        found = []
-        setting: UnitSetting | None = None
-        for units in stage_units(self.job, candidate):
-            looks = tuple(self._look[id(unit)] for unit in units)
-            known = self._chunks.get((looks, key))
-            if known is None:
-                setting = setting or self._setting(candidate)
-                known = self._chunks[looks, key] = self._chunk(units, looks, setting, key)
-            found.append(known)
-        return found
+        stages = stage_units(self.job, candidate)
+        known = self._priced.get((id(stages), key))
+        if known is None:
+            setting: UnitSetting | None = None
+            found = []
+            for units in stages:
+                looks = tuple(self._look[id(unit)] for unit in units)
+                chunk = self._chunks.get((looks, key))
+                if chunk is None:
+                    setting = setting or self._setting(candidate)
+                    chunk = self._chunks[looks, key] = self._chunk(units, looks, setting, key)
+                found.append(chunk)
+            known = self._priced[id(stages), key] = stages, found
+        return known[1]
 
     def _chunk(
         self, units: Sequence[UnitSpec], looks: tuple[int, ...], setting: UnitSetting, key: tuple[object, ...]
@@ -256,12 +305,10 @@ class Pricer:
                 shown[chunk] += seconds * share
         return shown, [seconds * (1 - share) for seconds in transfers]
 
-    def _play(
-        self, candidate: Candidate, forward: Sequence[float], backward: Sequence[float]
-    ) -> tuple[Sequence[float], list[float], list[float]]:
-        """When each rank ends, and `_messages`."""
+    def _play(self, candidate: Candidate, forward: Sequence[float], backward: Sequence[float]) -> tuple[float, ...]:
+        """When each rank ends."""
         shown, delays = self._messages(candidate, len(forward))
-        ends = pipeline_seconds(
+        return pipeline_seconds(
             candidate.schedule,
             num_stages=candidate.pp,
             num_micro_batches=candidate.num_micro_batches,
@@ -270,7 +317,6 @@ class Pricer:
             backward_seconds=[a + b / 2 for a, b in zip(backward, shown, strict=True)],
             transfer_seconds=delays,
         ).end_seconds
-        return ends, shown, delays
 
     def _transfers(self, candidate: Candidate, num_chunks: int) -> list[float]:
         """Seconds of one message over each cut between chunks."""

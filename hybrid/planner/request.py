@@ -126,9 +126,12 @@ def _value(name: str, value: Any) -> tuple[Any, str]:
     if name in _WORDS:
         text = str(value)
         return (text, "") if text in _WORDS[name] else (None, f"expected one of {', '.join(_WORDS[name])}")
+    if name == "offload" and str(value).lower() in {"optimizer", "none"}:
+        return str(value).lower() == "optimizer", ""
     if name in {"sequence_parallel", "offload"}:
         truth = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}.get(str(value).lower())
-        return (truth, "") if truth is not None else (None, "expected true or false")
+        expected = "optimizer or none" if name == "offload" else "true or false"
+        return (truth, "") if truth is not None else (None, f"expected {expected}")
     try:
         number = int(str(value))
     except ValueError:

@@ -14,9 +14,10 @@ from hybrid.planner.job import Job, OptimizerSpec, Precision
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.software import Software, software_of
+from hybrid.planner.stages import num_layers
 from hybrid.strategy.live_model import is_chain, is_module
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "make_request"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "contradictions", "make_request"]
 
 _MOST = 10**9  # samples or tokens: what is above it is a slip, and would be divided for hours
 
@@ -115,7 +116,7 @@ def make_request(
         memory_bytes=memory_bytes,
         num_plans=num_plans,
     )
-    wrong = _contradictions(request)
+    wrong = contradictions(request)
     if wrong:
         raise PlanError(wrong)
     return request
@@ -199,7 +200,31 @@ def _length_problems(model: ModelSpec, seq: int | None) -> list[str]:
     return []
 
 
-def _contradictions(request: Request) -> list[str]:
+def _pipeline_contradictions(job: Job, fixed: Mapping[str, Any]) -> list[str]:
+    problems = []
+    pp, virtual_stages = fixed.get("pp"), fixed.get("virtual_stages", 1)
+    is_interleaved = virtual_stages > 1 or fixed.get("schedule") == "interleaved"
+    if virtual_stages > 1 and pp == 1:
+        problems.append(f"virtual_stages {virtual_stages} needs a pipeline, but pp is 1")
+    elif fixed.get("schedule") == "interleaved" and (pp == 1 or fixed.get("virtual_stages") == 1):
+        problems.append("schedule 'interleaved' needs pp and virtual_stages of 2 or more")
+    layers = num_layers(job.model)
+    if (pp or 1) * virtual_stages > layers:
+        problems.append(
+            f"pp {pp or 1} × virtual_stages {virtual_stages} is more chunks than the {layers} layers of "
+            f"{job.model.name} (embedding, blocks, head)"
+        )
+    count = fixed.get("num_micro_batches")
+    if is_interleaved and pp and count and count % pp:
+        near = " or ".join(str(size) for size in (count // pp * pp, (count // pp + 1) * pp) if size)
+        problems.append(
+            f"accumulate_steps {count} is no multiple of pp {pp}, and the interleaved schedule (virtual_stages above "
+            f"1) runs groups of pp micro-batches: give {near}, or virtual_stages 1"
+        )
+    return problems
+
+
+def contradictions(request: Request) -> list[str]:
     """Fixed values that exclude each other or the size of the world."""
     job, fixed = request.job, request.fixed
     world, batch = job.cluster.num_devices, job.global_batch_size
@@ -240,16 +265,15 @@ def _contradictions(request: Request) -> list[str]:
         problems.append(
             f"virtual_stages {fixed['virtual_stages']} needs schedule 'interleaved', not {fixed['schedule']!r}"
         )
-    if fixed.get("virtual_stages", 1) > 1 and fixed.get("pp") == 1:
-        problems.append(f"virtual_stages {fixed['virtual_stages']} needs a pipeline, but pp is 1")
+    problems += _pipeline_contradictions(job, fixed)
+    if fixed.get("zero_stage", 0) > 0 and fixed.get("dp", 2) * fixed.get("cp", 1) == 1:
+        problems.append(f"zero_stage {fixed['zero_stage']} cuts state over dp ranks, but dp is 1: give stage 0")
     if fixed.get("sequence_parallel") and fixed.get("tp") == 1:
         problems.append("sequence_parallel needs tp of 2 or more, but tp is 1")
     if not request.is_all:
         for name in ("cp", "ep"):
             if fixed.get(name, 1) > 1:
                 problems.append(f"{name} {fixed[name]}: this version of hybrid cannot run it; with --all it is priced")
-        if fixed.get("is_offloaded"):
-            problems.append("offload: this version of hybrid cannot run it; with --all it is priced")
     size = fixed.get("micro_batch_size", 1) * fixed.get("num_micro_batches", 1)
     if batch % size:
         problems.append(f"micro_batch_size × accumulate_steps = {size} does not divide the global batch {batch}")

@@ -12,19 +12,22 @@ import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 
-from hybrid.planner.constraints import Problem, batch_problems, problems_of, shape_problems
-from hybrid.planner.cost import StepTime, step_time, unit_seconds
+from hybrid.planner.constraints import Problem, batch_problems, not_built, shape_problems, state_problems
+from hybrid.planner.cost import StepTime, least_step_seconds, step_time, work_seconds
 from hybrid.planner.job import Candidate
 from hybrid.planner.memory import MemoryPlan, memory
 from hybrid.planner.model_spec import Recompute
 from hybrid.planner.options import bases, least_memory, shapes, state_options
 from hybrid.planner.request import Request
 
-__all__ = ["Fit", "Priced", "Progress", "Rejection", "SearchResult", "fit_of", "search", "why"]
+__all__ = ["Fit", "Priced", "Progress", "Rejection", "SearchResult", "anything_fits", "fit_of", "search", "why"]
 
 # Parts of a step that depend on how state is cut; without them the rest is a bound for every state option.
 _STATE_PARTS = ("dp_exposed", "gather_exposed", "optimizer")
+_SAME = 1e-6  # steps that differ by less take the same time
 _MOST_TRIED = 100  # of those that do not fit, when the nearest ones that would be faster are looked for
 Progress = Callable[[int, int], None]
 
@@ -154,6 +157,11 @@ def search(request: Request, *, progress: Progress | None = None) -> SearchResul
                 tally.add("memory", _too_large(option, fit))
                 large.append((option, plan, fit))
                 continue
+            if len(kept) == request.num_plans:
+                least = least_step_seconds(request.job, option)
+                if least > kept[-1].time.total_seconds:
+                    tally.add("slower", f"{option.label} takes {least:.4g} s or more")
+                    continue
             num_priced += 1
             priced = Priced(candidate=option, memory=plan, fit=fit, time=step_time(request.job, option))
             kept.append(priced)
@@ -172,14 +180,18 @@ def search(request: Request, *, progress: Progress | None = None) -> SearchResul
     )
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(slots=True)
 class _Entry:
     """A base in the queue: with the least that it can take, and whether its schedule has been played for that."""
 
     bound_seconds: float
-    label: str
     is_played: bool
-    base: Candidate = field(compare=False)
+    base: Candidate
+
+    def __lt__(self, other: _Entry) -> bool:
+        if self.bound_seconds != other.bound_seconds:
+            return self.bound_seconds < other.bound_seconds
+        return (self.base.label, self.is_played) < (other.base.label, other.is_played)
 
 
 class _SmallestFailing:
@@ -224,19 +236,18 @@ def _queue_of(request: Request, tally: _Tally) -> tuple[int, list[_Entry]]:
             considered += 1
             tally.add(wrong[0].rule, wrong[0].text)
             continue
-        for base in (base for grown in bases(request, shape) for base in grown):
-            considered += 1
-            problem = _first_problem(request, base)
-            if problem is not None:
-                tally.add(problem.rule, problem.text)
-                continue
-            key = (base.tp, base.cp, base.ep, base.sequence_parallel, base.micro_batch_size, base.recompute)
-            if key not in work:
-                seconds = unit_seconds(job, base).values()
-                work[key] = sum(unit.forward.total + unit.backward_total for unit in seconds)
-            queue.append(
-                _Entry(bound_seconds=_least_seconds(base, work[key]), label=base.label, is_played=False, base=base)
-            )
+        for grown in bases(request, shape):
+            ahead, behind = _shared_problems(request, grown[0])
+            for base in grown:
+                considered += 1
+                problem = ahead or next(batch_problems(job, base), None) or behind
+                if problem is not None:
+                    tally.add(problem.rule, problem.text)
+                    continue
+                key = (base.tp, base.cp, base.ep, base.sequence_parallel, base.micro_batch_size, base.recompute)
+                if key not in work:
+                    work[key] = work_seconds(job, base)
+                queue.append(_Entry(_least_seconds(base, work[key]), is_played=False, base=base))
     return considered, queue
 
 
@@ -259,6 +270,9 @@ def _play(
     failing: _SmallestFailing,
 ) -> None:
     """Back into the queue with the bound of its schedule, if some state option fits."""
+    if base.schedule == "gpipe" and "schedule" not in request.fixed and not _beats_1f1b(request, base):
+        tally.add("schedule", f"{base.label}: 1f1b takes no longer and keeps fewer micro-batches")
+        return
     if failing.fails(base):
         tally.add("memory", f"{base.label} keeps more than one that does not fit")
         return
@@ -273,18 +287,33 @@ def _play(
         large.append((least, plan, fit))
         failing.add(base)
         return
-    heapq.heappush(queue, _Entry(bound_seconds=_bound(request, base), label=base.label, is_played=True, base=base))
+    heapq.heappush(queue, _Entry(_bound(request, base), is_played=True, base=base))
+
+
+def _shared_problems(request: Request, base: Candidate) -> tuple[Problem | None, Problem | None]:
+    """Of a base and all that differ from it in the micro-batch alone: those that are told before those of the batch,
+    and behind them."""
+    job, is_all = request.job, request.is_all
+    ahead = shape_problems(job, base, is_tp_given="tp" in request.fixed, is_all=is_all)
+    behind = chain(state_problems(job, base), () if is_all else not_built(base))
+    return next(ahead, None), next(behind, None)
 
 
 def _first_problem(request: Request, base: Candidate) -> Problem | None:
     """Of a base, whose state is not chosen yet."""
-    found = problems_of(request.job, base, is_all=request.is_all, is_tp_given="tp" in request.fixed)
-    return next(iter(found), None)
+    ahead, behind = _shared_problems(request, base)
+    return ahead or next(batch_problems(request.job, base), None) or behind
 
 
 def _bound(request: Request, base: Candidate) -> float:
     plain = step_time(request.job, replace(base, zero_stage=0, dp_replicate=base.dp, dp_shard=1))
     return plain.total_seconds - sum(plain.parts.get(part, 0.0) for part in _STATE_PARTS)
+
+
+def _beats_1f1b(request: Request, base: Candidate) -> bool:
+    if base.num_micro_batches == 1:
+        return False
+    return _bound(request, base) < _bound(request, replace(base, schedule="1f1b")) * (1 - _SAME)
 
 
 def _nearest_that_do_not_fit(
@@ -296,6 +325,8 @@ def _nearest_that_do_not_fit(
     for candidate, plan, fit in large[:_MOST_TRIED]:
         if given == limit:
             return
+        if best_seconds is not None and least_step_seconds(request.job, candidate) > best_seconds:
+            continue
         priced = Priced(candidate=candidate, memory=plan, fit=fit, time=step_time(request.job, candidate))
         if best_seconds is None or priced.time.total_seconds < best_seconds:
             given += 1
@@ -309,28 +340,58 @@ def _too_large(candidate: Candidate, fit: Fit) -> str:
     )
 
 
-def why(request: Request, *, limit: int = 200) -> list[tuple[Candidate, str]]:
-    """Each layout with what is fixed, and what became of it: its problem, its missing bytes or its time."""
+def anything_fits(request: Request) -> bool:
+    """As `search(request).found` says, without times: of the layouts that differ in micro-batch and recompute alone it
+    is enough to look at that which keeps least."""
+    for shape in shapes(request):
+        wrong = shape_problems(request.job, shape, is_tp_given="tp" in request.fixed, is_all=request.is_all)
+        if any(wrong) or request.job.global_batch_size % shape.dp:
+            continue
+        for grown in bases(request, shape):
+            if grown[0].recompute != request.fixed.get("recompute", "full"):
+                continue
+            base = next((base for base in grown if _first_problem(request, base) is None), None)
+            least = None if base is None else least_memory(request, base)
+            if least is not None and fit_of(request, memory(request.job, least)).fits:
+                return True
+    return False
+
+
+def why(request: Request, *, limit: int | None = None) -> tuple[list[tuple[Candidate, str]], int]:
+    """Each layout with what is fixed, and what became of it: its problem, its missing bytes or its time.
+
+    Returns:
+        At most `limit` of them, and how many more there are.
+    """
     told: list[tuple[Candidate, str]] = []
+    num_more = 0
+
+    def tell(layout: Candidate, outcome: Callable[[], str]) -> None:
+        nonlocal num_more
+        if limit is not None and len(told) >= limit:
+            num_more += 1
+        else:
+            told.append((layout, outcome()))
+
     for shape in shapes(request):
         wrong = list(shape_problems(request.job, shape, is_tp_given="tp" in request.fixed, is_all=request.is_all))
         if wrong or request.job.global_batch_size % shape.dp:
-            told.append((shape, "; ".join(problem.text for problem in wrong or batch_problems(request.job, shape))))
+            texts = [problem.text for problem in wrong or batch_problems(request.job, shape)]
+            tell(shape, partial("; ".join, texts))
             continue
         for base in (base for grown in bases(request, shape) for base in grown):
             problem = _first_problem(request, base)
             if problem is not None:
-                told.append((base, problem.text))
+                tell(base, partial(str, problem.text))
                 continue
             for option in state_options(request, base):
-                plan = memory(request.job, option)
-                fit = fit_of(request, plan)
-                told.append((option, _too_large(option, fit) if not fit.fits else _taken(request, option, fit)))
-                if len(told) >= limit:
-                    return told
-    return told
+                tell(option, partial(_outcome, request, option))
+    return told, num_more
 
 
-def _taken(request: Request, option: Candidate, fit: Fit) -> str:
+def _outcome(request: Request, option: Candidate) -> str:
+    fit = fit_of(request, memory(request.job, option))
+    if not fit.fits:
+        return _too_large(option, fit)
     seconds = step_time(request.job, option).total_seconds
     return f"{seconds:.4g} s a step, {fit.needed_bytes / 1e9:.1f} GB"

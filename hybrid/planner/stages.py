@@ -7,15 +7,16 @@ from hybrid.planner.job import Candidate, Job
 from hybrid.planner.kept import Kept
 from hybrid.planner.model_spec import ModelSpec, UnitSpec
 
-__all__ = ["num_layers", "stage_units"]
+__all__ = ["num_layers", "stage_ranges", "stage_units"]
 
 # As in `contracts/stage_split.py`: what one parameter weighs beside a forward flop of one micro-batch.
 _FLOPS_PER_PARAMETER = 6
 
 Chunks = tuple[tuple[UnitSpec, ...], ...]
+Ranges = tuple[range, ...]
 # A search asks for the same chunks thousands of times, and adding up thousands of parameters takes longer than to price
 # a layout.
-_CHUNKS: Kept[Chunks] = Kept(4096)
+_CHUNKS: Kept[tuple[Chunks, Ranges]] = Kept(4096)
 _COSTS: Kept[tuple[tuple[float, int], ...]] = Kept(64)
 
 
@@ -33,9 +34,18 @@ def stage_units(job: Job, candidate: Candidate) -> Chunks:
     Raises:
         StrategyError: fewer units than chunks, or a `split` that does not add up.
     """
+    return _stages(job, candidate)[0]
+
+
+def stage_ranges(job: Job, candidate: Candidate) -> Ranges:
+    """As `stage_units`, by the places of the units in the model; the same object for the same chunks."""
+    return _stages(job, candidate)[1]
+
+
+def _stages(job: Job, candidate: Candidate) -> tuple[Chunks, Ranges]:
     model = job.model
     num_chunks = candidate.pp * candidate.virtual_stages
-    tokens = candidate.micro_batch_size * job.seq // candidate.cp
+    tokens = 0 if num_chunks == 1 else candidate.micro_batch_size * job.seq // candidate.cp
     return _CHUNKS.get(
         model,
         *(tokens, job.seq, num_chunks, candidate.split),
@@ -43,18 +53,19 @@ def stage_units(job: Job, candidate: Candidate) -> Chunks:
     )
 
 
-def _cut(model: ModelSpec, tokens: int, seq: int, num_chunks: int, split: tuple[int, ...]) -> Chunks:
+def _cut(model: ModelSpec, tokens: int, seq: int, num_chunks: int, split: tuple[int, ...]) -> tuple[Chunks, Ranges]:
     units = model.units
+    ranges: Ranges
     if num_chunks == 1:
-        return (units,)
-    if split:
+        ranges = (range(len(units)),)
+    elif split:
         ranges = split_by_counts(split, len(units), num_chunks)
     else:
         costs = _COSTS.get(model, seq, make=lambda: _unit_costs(model, seq))
         ranges = split_by_costs(
             [round(flops * tokens) + _FLOPS_PER_PARAMETER * size for flops, size in costs], num_chunks
         )
-    return tuple(units[chunk.start : chunk.stop] for chunk in ranges)
+    return tuple(units[chunk.start : chunk.stop] for chunk in ranges), ranges
 
 
 def _unit_costs(model: ModelSpec, seq: int) -> tuple[tuple[float, int], ...]:

@@ -22,8 +22,12 @@ def strategy_of(job: Job, candidate: Candidate) -> DistributedStrategy:
     if wrong:
         raise PlanError([problem.text for problem in wrong])
     settings: dict[str, Any] = {}
-    if candidate.zero_stage:
-        cut: dict[str, Any] = {"stage": candidate.zero_stage, "shard_size": candidate.dp_shard}
+    if candidate.zero_stage or candidate.is_offloaded:
+        cut: dict[str, Any] = {"stage": candidate.zero_stage}
+        if candidate.zero_stage:
+            cut["shard_size"] = candidate.dp_shard
+        if candidate.is_offloaded:
+            cut["offload"] = "optimizer"
         if candidate.zero_stage >= 2:
             cut["grad_reduce"] = candidate.grad_reduce
         if candidate.zero_stage == 3:

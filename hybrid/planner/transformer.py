@@ -157,6 +157,7 @@ def transformer_spec(arch: Architecture, *, source: str = "dimensions", notes: t
         max_seq=arch.max_seq,
         default_seq=arch.default_seq,
         num_experts=arch.experts.num if arch.experts is not None else 0,
+        sequence_refusal=FAMILIES[arch.family].sequence_refusal,
         source=source,
         notes=notes,
     )
@@ -168,7 +169,8 @@ def _blocks(arch: Architecture) -> list[UnitSpec]:
     for layer in range(arch.layers):
         has_experts = arch.has_experts(layer)
         if has_experts not in made:
-            ledger = Ledger(element_bytes=arch.activation_bytes, hidden=arch.hidden)
+            is_gathered = bool(FAMILIES[arch.family].gathered)
+            ledger = Ledger(element_bytes=arch.activation_bytes, hidden=arch.hidden, is_gathered=is_gathered)
             add_block(ledger, arch, has_experts=has_experts)
             made[has_experts] = _unit(arch, "", "block", block_parameters(arch, layer), ledger)
         found.append(replace(made[has_experts], name=FAMILIES[arch.family].blocks.format(layer)))
@@ -191,5 +193,7 @@ def _unit(
         num_kernels=ledger.num_kernels,
         input_bytes=0 if kind == "embedding" else arch.hidden * arch.activation_bytes,
         num_tp_reductions=ledger.num_tp_reductions,
+        gathered_forward=tuple(ledger.gathered_forward),
+        gathered_backward=tuple(ledger.gathered_backward),
         expert_rows=ledger.expert_rows,
     )

@@ -16,7 +16,8 @@ _Amounts = dict[str, float]
 
 
 def _nothing() -> _Amounts:
-    return {"whole": 0.0, "cut": 0.0, "pairs": 0.0, "gathered": 0.0, "collective": 0.0}
+    names = ("whole", "cut", "pairs", "pairs_whole", "gathered", "collective")
+    return dict.fromkeys(names, 0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,10 +27,14 @@ class Ledger:
     Args:
         element_bytes: of an activation.
         hidden: width of what crosses units, which row layers give back.
+        is_gathered: what column layers give is gathered, so that only weights and products are cut.
     """
 
     element_bytes: int
     hidden: int
+    is_gathered: bool = False
+    gathered_forward: list[int] = field(default_factory=list)
+    gathered_backward: list[int] = field(default_factory=list)
     matmuls: list[MatmulSpec] = field(default_factory=list)
     attentions: list[AttentionSpec] = field(default_factory=list)
     saved: _Amounts = field(default_factory=_nothing)  # without recompute, whatever the kernel of attention
@@ -44,7 +49,7 @@ class Ledger:
 
     def save(self, elements: float, region: Region = "whole", *, width: float | None = None) -> None:
         """Backward needs a tensor of `elements` per token; `width`: bytes of one, if not an activation's."""
-        self.saved[region] += elements * (self.element_bytes if width is None else width)
+        self.saved[self._where(region)] += elements * (self.element_bytes if width is None else width)
 
     def save_column_input(self, elements: float) -> None:
         """The input of column layers: gathered over tp where the sequence is cut."""
@@ -53,8 +58,11 @@ class Ledger:
 
     def move(self, *widths: float, elements: float, region: Region = "whole", kernels: int = 1) -> None:
         """Operations without products: `widths` are the bytes of an element in each tensor read or written."""
-        self.traffic[region] += elements * sum(widths)
+        self.traffic[self._where(region)] += elements * sum(widths)
         self.num_kernels += kernels
+
+    def _where(self, region: Region) -> Region:
+        return "whole" if self.is_gathered and region == "cut" else region
 
     def multiply(
         self,
@@ -85,7 +93,11 @@ class Ledger:
         if cut == "expert":  # a grouped product is none of those whose results the runtime keeps
             return
         size = out_features * share * self.element_bytes
-        self.results["cut" if cut == "column" else "whole"] += size
+        self.results[self._where("cut") if cut == "column" else "whole"] += size
+        if self.is_gathered and cut == "column":
+            self.gathered_forward.append(out_features)
+        if self.is_gathered and cut == "row":
+            self.gathered_backward.append(in_features)
         if cut == "row":  # the product is whole on each rank before it is summed, and its sum is kept beside it
             self.results["gathered"] += size
             self.results["collective"] += size
@@ -117,17 +129,19 @@ class Ledger:
                 head_dim=head_dim,
                 value_dim=value_dim,
                 is_causal=is_causal,
+                is_cut=not self.is_gathered,
             )
         )
+        pairs, cut = ("pairs_whole", "whole") if self.is_gathered else ("pairs", "cut")
         fine = 4 if is_eager else size
-        self.scores["pairs"] += num_heads * (2 * fine + 1 if dropout else fine)
-        self.statistics["cut"] += num_heads * 4
-        self.results["cut"] += num_heads * value_dim * size
-        self.score_results["pairs"] += num_heads * fine  # both products are results: the scores are the first
+        self.scores[pairs] += num_heads * (2 * fine + 1 if dropout else fine)
+        self.statistics[cut] += num_heads * 4
+        self.results[cut] += num_heads * value_dim * size
+        self.score_results[pairs] += num_heads * fine  # both products are results: the scores are the first
         if is_eager:
             plain = size * (num_heads * head_dim + num_kv_heads * (head_dim + value_dim))
-            self.scores["cut"] += fine * num_heads * (2 * head_dim + value_dim) - plain
-            self.score_results["cut"] += num_heads * value_dim * (fine - size)
+            self.scores[cut] += fine * num_heads * (2 * head_dim + value_dim) - plain
+            self.score_results[cut] += num_heads * value_dim * (fine - size)
         # Scale and mask with the softmax: one kernel that reads and writes; dropout another.
         self.traffic["pairs"] += num_heads * (2 * size + (2 * size + 1 if dropout else 0))
         self.num_kernels += 1

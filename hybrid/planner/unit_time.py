@@ -91,6 +91,8 @@ class UnitSetting:
 def unit_time(unit: UnitSpec, setting: UnitSetting) -> UnitSeconds:
     """The parts of a forward and a backward, and what is computed again between them."""
     forward = _phase(unit, setting, is_backward=False)
+    if not unit.has_backward:
+        return UnitSeconds(forward=forward, backward=PhaseSeconds())
     backward = _phase(unit, setting, is_backward=True)
     match setting.recompute if unit.kind == "block" else "none":
         case "full":
@@ -150,7 +152,7 @@ def _matmul(matmul: MatmulSpec, setting: UnitSetting, *, is_backward: bool) -> f
     time = _product(setting, rows, k, n, groups)
     if not is_backward:
         return time
-    weight = _product(setting, k, rows, n, groups, is_weight=True)
+    weight = _product(setting, k, rows, n, groups, is_weight=True) if matmul.has_weight_gradient else 0.0
     return weight + (_product(setting, rows, n, k, groups) if matmul.has_input_gradient else 0.0)
 
 
@@ -165,7 +167,8 @@ def _product(
 
 def _attention(spec: AttentionSpec, unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
     software = setting.software
-    heads = -(-spec.num_heads // setting.tp)
+    parts = setting.tp if spec.is_cut else 1
+    heads = -(-spec.num_heads // parts)
     if setting.is_flash:
         whole, half = (
             attention_seconds(
@@ -188,7 +191,7 @@ def _attention(spec: AttentionSpec, unit: UnitSpec, setting: UnitSetting, *, is_
     rows = setting.seq / setting.cp
     scores = _product(setting, rows, spec.head_dim, setting.seq, groups, is_batch=True)
     values = _product(setting, rows, setting.seq, spec.value_dim, groups, is_batch=True)
-    traffic = setting.tokens * setting.seq * unit.traffic_pairs / setting.tp * setting.activation / 2
+    traffic = setting.tokens * setting.seq * unit.traffic_pairs / parts * setting.activation / 2
     softmax = traffic * software.pairs_fraction / len(unit.attentions)
     softmax /= setting.device.memory_bytes_per_second * software.memory_fraction
     if is_backward:
@@ -230,12 +233,16 @@ def _tensor_parallel(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool)
         if setting.sequence_parallel:
             return scatter if is_backward else gather + loss
         return reduce if is_backward else loss
-    return unit.num_tp_reductions * (gather + scatter if setting.sequence_parallel else reduce)
+    widths = unit.gathered_backward if is_backward else unit.gathered_forward
+    size = setting.tokens * setting.activation
+    gathered = sum(_collective(setting, "all_gather", size * width, links) for width in widths)
+    return unit.num_tp_reductions * (gather + scatter if setting.sequence_parallel else reduce) + gathered
 
 
 def _num_collectives(unit: UnitSpec, setting: UnitSetting) -> int:
     """That a forward or a backward launches, each of which takes the host as long as a kernel."""
-    count = unit.num_tp_reductions * (1 + setting.sequence_parallel) if setting.tp > 1 else 0
+    count = unit.num_tp_reductions * (1 + setting.sequence_parallel) + len(unit.gathered_forward)
+    count = count if setting.tp > 1 else 0
     count += 2 if setting.ep > 1 and unit.expert_rows else 0
     return count + (setting.cp - 1 if setting.cp > 1 and unit.attentions else 0)
 

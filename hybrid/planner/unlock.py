@@ -6,21 +6,37 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hybrid.planner.request import Request
-from hybrid.planner.search import SearchResult, search
+from hybrid.planner.search import SearchResult, anything_fits
 
 __all__ = ["nearest_change"]
 
 _SHOWN = {"dp_shard": "shard_size", "num_micro_batches": "accumulate_steps"}
 _MOST_HALVINGS = 6
+_MOST_DOUBLINGS = 6
+_MOST_DEVICES = 16384
 _LEAST_GAIN = 0.01  # of a step, below which a change is not worth a word
 
 
 def nearest_change(request: Request) -> str:
-    """`"; with … it fits"` for the first of these that helps: one fixed value free, a shorter sample; else nothing."""
-    for words, changed in _changes(replace(request, num_plans=1)):
-        if search(changed).found:
-            return f"; {words} it fits"
-    return ""
+    """`"; with … it fits"` for the first that helps: one fixed value free, offload, a shorter sample; and for the least
+    number of nodes that does."""
+    told = (
+        next((words for words, changed in changes(request) if anything_fits(changed)), "")
+        for changes in (_changes, _more_nodes)
+    )
+    return "".join(f"; {words} it fits" for words in told if words)
+
+
+def _more_nodes(request: Request) -> Iterator[tuple[str, Request]]:
+    """Twice as many, four times, ...; where the links of the cluster follow from its nodes."""
+    job = request.job
+    if job.cluster.device.name == "cpu":
+        return
+    for doubling in range(1, _MOST_DOUBLINGS + 1):
+        cluster = job.cluster.with_nodes(2**doubling)
+        if cluster is None or cluster.num_devices > _MOST_DEVICES:
+            return
+        yield f"on {cluster.name}", replace(request, job=replace(job, cluster=cluster))
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
@@ -30,6 +46,8 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"without {_SHOWN.get(name, name)}={value}", replace(request, fixed=left)
     if len(request.fixed) > 1:
         yield "with nothing fixed", replace(request, fixed={})
+    if not request.is_all and "is_offloaded" not in request.fixed:
+        yield "with offload=optimizer", replace(request, fixed={**request.fixed, "is_offloaded": True})
     if not job.is_flash:
         yield "with a fused attention kernel (flash)", replace(request, job=replace(job, is_flash=True))
     if not job.model.is_seq_fixed:

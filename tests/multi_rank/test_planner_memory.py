@@ -23,7 +23,7 @@ import hybrid
 from hybrid.collectives.scratch import SCRATCH
 from hybrid.contracts.cluster import parse_cluster
 from hybrid.pipeline.runner import PipelineRunner
-from hybrid.planner.job import Candidate, Job, Precision
+from hybrid.planner.job import Candidate, Job, OptimizerSpec, Precision
 from hybrid.planner.memory import StageMemory, memory
 from tests.multi_rank.test_memory_and_traffic import in_one_world, live_storages
 from tests.pipeline_models import own, pipeline_strategy
@@ -115,13 +115,14 @@ class Layout:
     recompute: Any = ""
     grad_reduce: Any = ""
     reshard_after: Any = ""
+    partition: Any = ""
     amp: bool = False
 
     def strategy(self, size: Size) -> Any:
         settings: dict[str, Any] = {}
         if self.stage > 0:
             settings |= {"shard_size": self.shard_size}
-        for name in ("grad_reduce", "reshard_after", "recompute"):
+        for name in ("grad_reduce", "reshard_after", "recompute", "partition"):
             settings |= {name: value} if (value := getattr(self, name)) else {}
         if self.amp:
             settings["amp"] = {"level": "O2"}
@@ -202,6 +203,7 @@ def predicted(layout: Layout, world_size: int, size: Size, pp_rank: int, shard: 
         model=spec_of(size, is_low=layout.amp, has_pipeline=layout.pp > 1),
         cluster=parse_cluster("local"),
         global_batch_size=size.samples, seq=1, precision=low if layout.amp else full, bucket_bytes=size.bucket_bytes,
+        optimizer=OptimizerSpec(is_element_wise=layout.partition != "parameter"),
     )  # fmt: skip
     return memory(job, layout.candidate(world_size, size), shard=shard).stages[pp_rank]
 
@@ -216,6 +218,10 @@ LAYOUTS: dict[int, tuple[Layout, ...]] = {
         Layout(stage=2, shard_size=2, mb=3, grad_reduce="last_micro_batch"),
         Layout(stage=3, shard_size=2, mb=2, recompute="full", reshard_after="run"),
         Layout(recompute="full", amp=True),
+        Layout(recompute="selective"),
+        Layout(tp=2, recompute="selective", amp=True),
+        Layout(stage=1, shard_size=2, mb=2, partition="parameter"),
+        Layout(stage=2, shard_size=2, mb=2, partition="parameter", amp=True),
         Layout(tp=2),
         Layout(tp=2, amp=True, recompute="full"),
         Layout(pp=2, mb=4),
@@ -223,8 +229,9 @@ LAYOUTS: dict[int, tuple[Layout, ...]] = {
         Layout(pp=2, mb=4, schedule="interleaved", amp=True),
     ),
     4: (
-        *(Layout(stage=stage, shard_size=2) for stage in (1, 2, 3)),
-        *(Layout(stage=stage, shard_size=4, amp=True) for stage in (1, 2, 3)),
+        *(Layout(stage=stage, shard_size=2) for stage in (1, 3)),
+        *(Layout(stage=stage, shard_size=4, amp=True) for stage in (2, 3)),
+        Layout(stage=2, shard_size=4, partition="parameter"),
         *(Layout(tp=2, stage=stage, shard_size=2, amp=stage == 2) for stage in range(4)),
         *(Layout(pp=2, stage=stage, shard_size=2, mb=4) for stage in range(4)),
         Layout(pp=2, stage=3, shard_size=2, mb=4, schedule="interleaved", recompute="full", amp=True),

@@ -344,3 +344,29 @@ def test_the_peak_is_the_fullest_moment(tp: int, pp: int, stage: int, mb: int, p
     for one in memory(job_of(preset("llama3-8b"), seq=2048), candidate).stages:
         assert one.tensors_bytes >= points_sum(one)
         assert min(one.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_the_bytes_that_a_search_compares_are_the_sum_of_the_parts(is_offloaded: bool) -> None:
+    """The total is worked out apart from the parts, which are made only for what is shown."""
+    job = job_of(preset("gpt3-125m"), seq=512)
+    for zero_stage in range(4):
+        for pp, m in ((1, 1), (1, 4), (2, 4)):
+            shards = 1 if zero_stage == 0 else 4
+            candidate = Candidate(
+                pp=pp, num_micro_batches=m, zero_stage=zero_stage, dp_shard=shards, dp_replicate=2, tp=2,
+                is_offloaded=is_offloaded and zero_stage > 0,
+            )  # fmt: skip
+            for stage in memory(job, candidate).stages:
+                assert stage.tensors_bytes == sum(stage.parts.values())
+
+
+def test_what_offload_leaves_on_the_device_and_takes_to_the_host() -> None:
+    """docs/offload.md: a copy on the host without masters; gradients that replicas add up stay here until then."""
+    total = 1_000_000 * 8
+    model = model_of(*[1_000_000] * 8)
+    plain = memory(job_of(model, precision=FP32), zero(2, 8, is_offloaded=True)).worst
+    assert plain.host_bytes == pytest.approx((4 + 4 + 8) * total / 8, rel=1e-4)
+    assert plain.at_point("after_backward")["gradient_shards"] == 0
+    replicas = memory(job_of(model, precision=FP32), zero(2, 4, dp_replicate=2, is_offloaded=True)).worst
+    assert replicas.at_point("after_backward")["gradient_shards"] == pytest.approx(4 * total / 4, rel=1e-4)

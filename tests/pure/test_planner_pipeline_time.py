@@ -6,8 +6,10 @@ import random
 
 import pytest
 
-from hybrid.contracts.schedule import make_schedule
+from hybrid.contracts.schedule import ActionKind, make_schedule
 from hybrid.contracts.schedule_timing import time_schedule
+from hybrid.planner.action_numbers import rank_orders
+from hybrid.planner.memory_activations import in_flight
 from hybrid.planner.pipeline_time import pipeline_seconds
 
 
@@ -60,3 +62,25 @@ def test_gpipe_waits_for_each_phase() -> None:
     fast, whole = _both("gpipe", 3, 40, 1, [1, 3, 1], [5, 2, 1], [0.0, 0.0])
     assert fast == pytest.approx(whole)
     assert max(fast) == pytest.approx(40 * (3 + 5) + 1 + 1 + 2 + 1)
+
+
+@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+def test_the_planners_numbers_are_the_lists_that_run(name: str, v: int) -> None:
+    """A schedule that is priced, or whose memory is counted, in another order than it runs is another schedule."""
+    for p, m in [(2, 2), (2, 6), (3, 3), (3, 12), (4, 4), (5, 10), *([] if v > 1 else [(4, 1), (3, 2), (4, 7)])]:
+        schedule = make_schedule(name, num_stages=p, num_micro_batches=m, virtual_stages=v)
+        numbers = [
+            [(action.chunk // p, action.kind is ActionKind.F, action.micro_batch) for action in order]
+            for order in schedule.actions
+        ]
+        assert rank_orders(name, p, m, v) == numbers
+        for order, held in zip(numbers, in_flight(name, p, m, v).ranks, strict=True):
+            kept, waiting = [0] * v, []
+            for turn, is_forward, _ in order:
+                kept[turn] += is_forward
+                if not is_forward:
+                    waiting.append(tuple(kept))
+                    kept[turn] -= 1
+            for vectors, told in ((waiting[:1], held.before), (waiting[1:], held.after)):
+                assert set(told) <= set(vectors)
+                assert all(any(all(a <= b for a, b in zip(one, it, strict=True)) for it in told) for one in vectors)

@@ -18,7 +18,7 @@ from hybrid.planner.options import bases, shapes, state_options
 from hybrid.planner.plan import plan
 from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.request_reading import make_request
-from hybrid.planner.search import fit_of, search, why
+from hybrid.planner.search import anything_fits, fit_of, search, why
 from hybrid.planner.stages import stage_units
 
 
@@ -113,6 +113,10 @@ def test_every_plan_is_a_strategy_that_resolves_to_it(zero_stage: int) -> None:
         ("virtual_stages=2,schedule=1f1b", "needs schedule 'interleaved', not '1f1b'"),
         ("micro_batch_size=3", "= 3 does not divide the global batch 16"),
         ("sequence_parallel=true,tp=1", "sequence_parallel needs tp of 2 or more"),
+        ("pp=2,virtual_stages=2,accumulate_steps=3", "accumulate_steps 3 is no multiple of pp 2"),
+        ("schedule=interleaved,pp=1", "schedule 'interleaved' needs pp and virtual_stages of 2 or more"),
+        ("pp=8,virtual_stages=8", "pp 8 × virtual_stages 8 is more chunks than the 34 layers"),
+        ("zero_stage=2,dp=1", "zero_stage 2 cuts state over dp ranks, but dp is 1"),
         ("tpp=2", "unknown name; did you mean tp"),
         ("tp", "expected name=value"),
         ("tp=many", "expected a whole number"),
@@ -237,16 +241,38 @@ def test_nothing_fits_with_what_is_fixed_names_the_value_to_free() -> None:
     with pytest.raises(PlanError) as caught:
         plan("llama2-7b", "1x8xA100-40GB", global_batch_size=8, seq=2048, fixed="zero_stage=0,tp=1,pp=1")
     assert "without zero_stage=0 it fits" in str(caught.value)
+    assert "on 2x8xA100-SXM-40GB it fits" not in str(caught.value)  # with more nodes of what is fixed it does not
+    with pytest.raises(PlanError) as caught:
+        plan("llama2-13b", "1x4xA100-40GB", global_batch_size=8, seq=2048, fixed="offload=none")
+    assert "on 4x4xA100-SXM-40GB it fits" in str(caught.value)
+
+
+@pytest.mark.parametrize("memory_bytes", [8e9, 30e9])
+def test_whether_anything_fits_is_what_a_search_finds(memory_bytes: float) -> None:
+    """Advice of a change that does not fit, or none where one would, sends a user the wrong way."""
+    request = request_for(memory_bytes=memory_bytes)
+    assert anything_fits(request) == bool(search(request).found) == (memory_bytes > 2e10)
+
+
+def test_gpipe_is_planned_where_messages_take_long_and_only_there() -> None:
+    """No forward of it waits for a backward to come back, which counts where a message takes as long as a stage."""
+    fixed = {"fixed": "pp=8,recompute=full,virtual_stages=1", "model": "gpt3-1.3b", "global_batch_size": 64}
+    slow = search(request_for(**fixed, cluster="8x1xA100-80GB", network="1x1G")).found
+    assert slow[0].candidate.schedule == "gpipe"
+    assert search(request_for(**fixed, cluster="1x8xA100-80GB")).found[0].candidate.schedule == "1f1b"
 
 
 def test_why_tells_of_every_layout_that_was_asked_for() -> None:
     """The answer to 'why not tp 4' is a sentence for each layout with it."""
-    told = why(replace(request_for(), fixed=read_fixed("tp=4,pp=1,micro_batch_size=8,recompute=none")))
+    request = replace(request_for(), fixed=read_fixed("tp=4,pp=1,micro_batch_size=8,recompute=none"))
+    told, num_more = why(request)
     assert told
+    assert num_more == 0
+    assert why(request, limit=3) == (told[:3], len(told) - 3)
     for candidate, outcome in told:
         assert candidate.tp == 4
         assert "s a step" in outcome or "needs" in outcome
-    (refused,) = why(replace(request_for(model="llama3-8b", cluster="3x8xA100-80GB"), fixed={"tp": 3, "pp": 8}))
+    ((refused,), _) = why(replace(request_for(model="llama3-8b", cluster="3x8xA100-80GB"), fixed={"tp": 3, "pp": 8}))
     assert "does not divide 32 (attention heads)" in refused[1]
 
 
@@ -255,3 +281,21 @@ def test_an_optimizer_that_needs_whole_parameters_keeps_tp_and_stage_3_out() -> 
     found = search(request_for(cluster="1x8xH200", optimizer="muon", model="gpt3-1.3b")).found
     assert found
     assert all(one.candidate.tp == 1 and one.candidate.zero_stage < 3 for one in found)
+
+
+def test_offload_is_planned_where_it_is_asked_for_and_its_strategy_says_so() -> None:
+    """A plan whose memory counts on the host, and whose strategy does not say so, would run out of memory."""
+    assert not any(one.candidate.is_offloaded for one in search(request_for()).found)
+    plans = plan("llama2-7b", "1x2xA100-80GB", global_batch_size=4, seq=2048, fixed="offload=optimizer", num_plans=2)
+    for one in plans:
+        resolved = one.strategy.resolve(2)
+        assert (resolved.offload, resolved.zero_stage) == ("optimizer", one.candidate.zero_stage)
+    alone = plan("llama2-7b", "1x1xA100-80GB", global_batch_size=1, seq=2048, fixed="offload=optimizer", num_plans=1)
+    assert alone.best.strategy.to_dict()["sharding_configs"] | {"bucket_bytes": 0} == {
+        "stage": 0, "offload": "optimizer", "bucket_bytes": 0
+    }  # fmt: skip
+    with pytest.raises(PlanError) as caught:
+        plan("llama2-7b", "1x1xA100-80GB", global_batch_size=1, seq=2048)
+    assert "with offload=optimizer it fits" in str(caught.value)
+    with pytest.raises(PlanError, match="expected optimizer or none"):
+        request_for(fixed="offload=parameters")

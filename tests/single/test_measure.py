@@ -14,8 +14,12 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from hybrid.contracts.cluster import parse_cluster
 from hybrid.errors import PlanError
+from hybrid.planner.cost import unit_seconds
+from hybrid.planner.data_parallel import chunk_state
 from hybrid.planner.describe_model import spec_of
+from hybrid.planner.job import Candidate, Job
 from hybrid.planner.model_spec import ActivationBytes, ModelSpec
 from hybrid.planner.transformer import gpt_spec
 from tests.single.test_measure_configs import FAMILIES, build
@@ -179,6 +183,7 @@ def test_a_block_of_transformers_measures_what_its_closed_form_says(family: str)
     assert replace(first, fixed=0.0) == expected.activations["none", True] + copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*EQUAL, "deepseek_v3", "gemma2", "gpt_neox", "mixtral", "phi3"])
 def test_closed_forms_and_measurement_agree_on_parameters_and_products(family: str) -> None:
     """Two ways to the same numbers: exactly."""
@@ -329,3 +334,29 @@ def test_another_length_is_measured_at_that_length() -> None:
     same = spec_of(model, sample={"input_ids": ids, "labels": ids})
     assert spec.blocks[1].activations == same.blocks[1].activations
     assert spec.blocks[1].matmuls == same.blocks[1].matmuls
+
+
+def test_frozen_weights_cost_no_gradient_no_update_and_no_reduction() -> None:
+    """Fine-tuning a part would look as dear as training all: backward ends behind the first weight that is trained."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    for layer in (model[0], model[1], model[3]):
+        layer.requires_grad_(False)
+    spec = spec_of(model, sample=torch.zeros(8, 64))
+    products = [one for unit in spec.units for one in unit.matmuls]
+    assert [one.has_weight_gradient for one in products] == [False, False, True, False]
+    assert [one.has_input_gradient for one in products] == [False, False, False, True]
+    assert [unit.has_backward for unit in spec.units] == [False, False, True, True]
+    job = Job(model=spec, cluster=parse_cluster("1x8xA100-80GB"), global_batch_size=8, seq=1)
+    state = chunk_state(spec.units, tp=1, ep=1, job=job)
+    assert (state.dense, state.frozen, state.frozen_behind) == (64 * 65, 3 * 64 * 65, 64 * 65)
+    seconds = unit_seconds(job, Candidate(dp_shard=8, zero_stage=1))
+    assert [one.backward_total > 0 for one in seconds.values()] == [False, False, True, True]
+
+
+def test_a_mixture_is_measured_in_fp32_and_failures_log_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch 2.13 knows the shapes of grouped products for bf16 alone; and it logs what a fake tensor cannot do."""
+    fp32 = spec_of(build("mixtral"), sample={"input_ids": torch.zeros(2, 8, dtype=torch.long)}, activation_bytes=4)
+    assert sum(one.cut == "expert" for unit in fp32.blocks[:1] for one in unit.matmuls) == 2
+    with pytest.raises(PlanError, match="cannot be measured"):
+        spec_of(nn.Bilinear(4, 4, 4), sample=(torch.zeros(2, 4), torch.zeros(3, 5)))
+    assert "Traceback" not in caplog.text

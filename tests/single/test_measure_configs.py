@@ -11,9 +11,12 @@ import torch
 import transformers
 from torch import nn
 
+from hybrid.contracts.tensor_rules import plan_tensor_parallel
+from hybrid.errors import PlanError, StrategyError
 from hybrid.planner.describe_model import spec_of
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.presets import preset_table
+from hybrid.tensor.facts import read_facts
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 51}
 _LLAMA: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0}
@@ -109,6 +112,24 @@ def test_a_configuration_gives_the_parameters_that_the_model_has(family: str) ->
 
 
 @pytest.mark.parametrize(
+    "family", ["bert/mlm", "gemma2", "gpt2", "gpt_neo", "gpt_neox", "llama", "opt", "phi3", "qwen3"]
+)
+def test_the_sequence_is_cut_where_the_rules_of_the_runtime_cut_it(family: str) -> None:
+    """A plan with sequence_parallel that the runtime refuses does not start (Phi-3: fused layers are gathered)."""
+    with _quiet():
+        spec = spec_of(_config(family))
+    facts = read_facts(build(family))
+    if spec.sequence_refusal:
+        with pytest.raises(StrategyError, match="sequence_parallel"):
+            plan_tensor_parallel(facts, degree=2, sequence_parallel=True)
+    else:
+        plan_tensor_parallel(facts, degree=2, sequence_parallel=True)
+    rules = plan_tensor_parallel(facts, degree=2).rules.values()
+    is_gathered = any(rule.gather_output for rule in rules if rule.style == "colwise")
+    assert is_gathered == any(unit.gathered_forward for unit in spec.blocks)
+
+
+@pytest.mark.parametrize(
     "name", ["gpt2-xl", "opt-66b", "internlm-20b", "llama3-70b", "qwen3-235b-a22b", "gemma2-27b", "deepseek-v3"]
 )
 def test_a_preset_is_the_class_of_transformers_at_full_size(name: str) -> None:
@@ -123,3 +144,14 @@ def test_a_preset_is_the_class_of_transformers_at_full_size(name: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(made)
     spec = spec_of(name, layers=made.num_hidden_layers)
     assert spec.num_parameters == sum(one.numel() for one in model.parameters())
+
+
+def test_what_a_configuration_leaves_out_is_told_and_what_is_absurd_refused() -> None:
+    """Sizes filled in without a word plan another model; a million layers would be worked on for hours."""
+    given = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 51}
+    assumed, ignored = spec_of({**given, "quantization_config": {"quant_method": "fp8"}}).notes
+    assert "num_hidden_layers = 32" in assumed
+    assert "hidden_size" not in assumed
+    assert "quantization_config (fp8) does not count" in ignored
+    with pytest.raises(PlanError, match="num_hidden_layers = 1000000: expected at most 10,000"):
+        spec_of({**given, "num_hidden_layers": 10**6})

@@ -68,6 +68,8 @@ def measure_model(
     setting = Setting.of(runs["none", True], parts, element_bytes=activation_bytes)
     if not any(one.is_fused for one in runs["none", True].trace.attentions) and runs["none", True].trace.attentions:
         notes += ("attention is written out, or no fused kernel of the CPU takes it: scores are stored in any case",)
+    if facts.gathered:
+        notes += (f"with tp, what {facts.gathered[0]} and its like give is gathered; memory and time count it as cut",)
     if not blocks:
         notes += ("no repeated blocks were found: nothing can be recomputed",)
     units = units_of(model, facts, parts, setting, runs)
@@ -84,6 +86,8 @@ def measure_model(
         default_seq=setting.seq,
         is_seq_fixed=True,
         num_experts=max((one.num_groups for unit in units for one in unit.matmuls if one.cut == "expert"), default=0),
+        tensor_refusal=facts.tensor_refusal,
+        sequence_refusal=facts.sequence_refusal,
         source=f"measured: {name} with {setting.tokens} tokens of {batch} samples",
         notes=(*_NOTES, *notes),
     )
@@ -123,7 +127,7 @@ def _tensor_facts(model: nn.Module, plan: Mapping[str, Any] | None) -> tuple[Ten
         return tensor_facts(model, plan), ()
     except (ModelError, StrategyError) as error:
         reason = str(error).splitlines()[0]
-        return TensorFacts.unknown(model), (f"no layer counts as cut by tensor parallel: {reason}",)
+        return TensorFacts.unknown(model, reason), (f"no layer counts as cut by tensor parallel: {reason}",)
 
 
 def _all_runs(calls: Calls) -> dict[tuple[str, bool], Forward]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -105,10 +105,11 @@ def units_of(
     parameters = _parameters(model, facts, parts)
     activations = _activations(parts, setting, runs)
     work, scores = _work(plain, parts), _work(runs["none", False], parts)
+    frozen = {facts.first_names.get(name, name) for name, one in model.named_parameters() if not one.requires_grad}
     found = []
     for unit in parts.units:
         kind = parts.kind(unit)
-        matmuls = _matmuls(plain, parts, unit, facts, setting)
+        matmuls = _matmuls(plain, parts, unit, facts, setting, frozen)
         own = work[unit]
         logits = [one.out_features for one in matmuls if facts.vocab and one.out_features == facts.vocab]
         found.append(
@@ -186,7 +187,9 @@ def _work(forward: Forward, parts: Parts) -> dict[str, Work]:
     return found
 
 
-def _matmuls(forward: Forward, parts: Parts, unit: str, facts: TensorFacts, setting: Setting) -> tuple[MatmulSpec, ...]:
+def _matmuls(
+    forward: Forward, parts: Parts, unit: str, facts: TensorFacts, setting: Setting, frozen: Set[str]
+) -> tuple[MatmulSpec, ...]:
     """Products with the same weight are one; without a weight each is for itself."""
     sums: dict[tuple[object, ...], tuple[Product, int]] = {}
     own = [one for one in forward.trace.products if parts.unit_of.get(one.part) == unit]
@@ -204,6 +207,7 @@ def _matmuls(forward: Forward, parts: Parts, unit: str, facts: TensorFacts, sett
             num_groups=one.num_groups if one.weight in facts.experts else 1,
             min_parts=facts.min_parts.get(one.weight, 0),
             has_input_gradient=one.has_input_gradient,
+            has_weight_gradient=one.weight not in frozen,
         )
         for one, rows in sums.values()
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from hybrid.recompute import install_recompute
 
 __all__ = ["Calls", "Forward", "around"]
 
+_FAKE_TENSORS = "torch._subclasses.fake_tensor"  # name of the logger
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # the second where the first cannot: the trace tells
 
 
@@ -82,6 +84,7 @@ class Calls:
             kernels = _FUSED if is_flash else [SDPBackend.MATH]
             try:
                 with (
+                    _silent(_FAKE_TENSORS),
                     sdpa_kernel(kernels, set_priority=True),
                     saved_tensors_hooks(trace.saves, lambda tensor: tensor),
                     trace,
@@ -89,7 +92,7 @@ class Calls:
                 ):
                     result = model(*args, **kwargs)
             except Exception as error:
-                reason = (str(error).splitlines() or [""])[0]
+                reason = (str(error).splitlines() or [""])[0].rstrip(".")
                 raise PlanError(
                     f"{type(self.model).__name__} cannot be measured: on fake tensors it raised "
                     f"{type(error).__name__}: {reason}. Operations whose shapes depend on values have none there; give "
@@ -140,6 +143,17 @@ class _KernelsOfGpus(TorchFunctionMode):
             elif kwargs.get("dropout_p"):
                 kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """What torch logs, traceback and all, of an operation that fake tensors cannot do: our message tells it."""
+    logger = logging.getLogger(name)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 @contextmanager

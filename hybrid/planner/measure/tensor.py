@@ -11,6 +11,7 @@ from torch import nn
 from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.contracts.tensor_plan import ModuleRule, TensorPlan
 from hybrid.contracts.tensor_rules import plan_tensor_parallel, working_degrees
+from hybrid.errors import ModelError, StrategyError
 from hybrid.tensor.facts import read_facts
 
 __all__ = ["TensorFacts", "tensor_facts"]
@@ -26,6 +27,8 @@ class TensorFacts:
         min_parts: more ranks than this hold copies.
         experts: those of a mixture's experts.
         first_names: every name -> the first one of the same parameter.
+        tensor_refusal, sequence_refusal: why nothing is cut, and why not along the sequence; empty where it is.
+        gathered: layers whose results are gathered over tp again.
         vocab, ffn: rows of the token table, width between column and row layers without heads; 0 if not known.
     """
 
@@ -34,14 +37,17 @@ class TensorFacts:
     min_parts: Mapping[str, int] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     first_names: Mapping[str, str] = field(default_factory=dict)
+    tensor_refusal: str = ""
+    sequence_refusal: str = ""
+    gathered: tuple[str, ...] = ()
     vocab: int = 0
     ffn: int = 0
 
     @classmethod
-    def unknown(cls, model: nn.Module) -> TensorFacts:
+    def unknown(cls, model: nn.Module, reason: str) -> TensorFacts:
         """Of a model without rules."""
         facts = read_facts(model)
-        return cls(experts=_experts(facts), first_names=facts.first_names)
+        return cls(experts=_experts(facts), first_names=facts.first_names, tensor_refusal=reason)
 
 
 def tensor_facts(model: nn.Module, plan: Mapping[str, Any] | None) -> TensorFacts:
@@ -74,6 +80,8 @@ def tensor_facts(model: nn.Module, plan: Mapping[str, Any] | None) -> TensorFact
         min_parts=min_parts,
         experts=_experts(facts),
         first_names=facts.first_names,
+        sequence_refusal=_sequence_refusal(facts, plan, degree),
+        gathered=tuple(fqn for fqn, rule in planned.rules.items() if rule.style == "colwise" and rule.gather_output),
         vocab=max(
             (facts.by_fqn[fqn].sizes[0] for fqn, rule in planned.rules.items() if rule.style == "vocab"), default=0
         ),
@@ -81,6 +89,14 @@ def tensor_facts(model: nn.Module, plan: Mapping[str, Any] | None) -> TensorFact
             (sum(heads for heads, _ in rule.parts) for rule in planned.rules.values() if _has_no_heads(rule)), default=0
         ),
     )
+
+
+def _sequence_refusal(facts: ModelFacts, plan: Mapping[str, Any] | None, degree: int) -> str:
+    try:
+        plan_tensor_parallel(facts, degree=degree, plan=plan, sequence_parallel=True)
+    except (ModelError, StrategyError) as error:
+        return str(error).splitlines()[0].removeprefix("tensor_parallel_configs.sequence_parallel: ")
+    return ""
 
 
 def _has_no_heads(rule: ModuleRule) -> bool:

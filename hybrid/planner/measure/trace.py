@@ -108,10 +108,14 @@ class Trace(shims.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if name == "aten::_grouped_mm" and args[0].dtype is torch.float32:
+            # The shapes of fp32 are those of bf16, the only type that torch 2.13 knows them for.
+            result = func(*(arg.bfloat16() for arg in args[:2]), *args[2:], **(kwargs or {})).float()
+        else:
+            result = func(*args, **(kwargs or {}))
         if self._is_paused:
             return result
-        name = func.name().partition(".")[0]
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
         weights = self._weights(inputs)
         sources = self._sources(inputs)
