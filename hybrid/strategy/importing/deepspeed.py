@@ -1,0 +1,97 @@
+"""A DeepSpeed configuration as a strategy: which keys there are, in which order they are converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybrid.strategy.importing import (
+    deepspeed_batch,
+    deepspeed_parallel,
+    deepspeed_precision,
+    deepspeed_script,
+    deepspeed_zero,
+)
+from hybrid.strategy.importing.draft import Draft
+from hybrid.strategy.importing.key_table import key_table
+from hybrid.strategy.importing.walk import AUTO, is_auto, open_auto, read_keys
+from hybrid.strategy.values import read_boolean
+
+__all__ = ["TRAINER_ARGUMENTS", "convert"]
+
+_SWITCHED = (
+    "fp16",
+    "bf16",
+    "amp",
+    "torch_autocast",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "comms_logger",
+    "flops_profiler",
+)
+_GATES = {section: (f"{section}.enabled", lambda on: on is not None and read_boolean(on)) for section in _SWITCHED} | {
+    "compile": ("compile.deepcompile", lambda on: on is not None and read_boolean(on)),
+}
+
+#: Arguments of the Trainer that fills 'auto' in -> the keys it fills.
+TRAINER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
+    "max_grad_norm": ("gradient_clipping",),
+    "learning_rate": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
+    "weight_decay": ("optimizer.params.weight_decay",),
+    "adam_epsilon": ("optimizer.params.eps",),
+    "warmup_steps": ("scheduler.params.warmup_num_steps",),
+    "max_steps": ("scheduler.params.total_num_steps",),
+}
+
+
+def convert(config: Mapping[str, Any], draft: Draft) -> None:
+    """All keys of a configuration into the draft."""
+    values = read_keys(key_table("deepspeed"), _settled(config), draft, gates=_GATES)
+    values = {path: value for path, value in values.items() if not _left_open(path, value, draft)}
+    for section, (switch, _) in _GATES.items():  # of a section that may be on or off nothing can be said
+        if switch not in values:
+            values = {path: value for path, value in values.items() if path.rpartition(".")[0] != section}
+    deepspeed_parallel.convert(values, draft)
+    deepspeed_precision.convert(values, draft)
+    deepspeed_zero.convert(values, draft)
+    deepspeed_batch.convert(values, draft)
+    deepspeed_script.convert(values, draft)
+    assert not values, f"keys without a converter: {sorted(values)}"
+
+
+def _left_open(path: str, value: Any, draft: Draft) -> bool:
+    """'auto' where no equation of ours gives the value: a problem."""
+    if path in deepspeed_batch.PATHS or not is_auto(value):
+        return False
+    open_auto(draft, path, example=_EXAMPLES.get(path.rpartition(".")[2], "VALUE"))
+    return True
+
+
+_EXAMPLES = {
+    "gradient_clipping": "1.0",
+    "enabled": "true",
+    "lr": "1e-4",
+    "betas": "[0.9,0.999]",
+    "eps": "1e-8",
+    "weight_decay": "0.01",
+    "reduce_bucket_size": "16777216 (or hidden_size=4096, from which the Trainer takes it)",
+    "stage3_prefetch_bucket_size": "15099494 (or hidden_size=4096, from which the Trainer takes it)",
+    "warmup_num_steps": "100",
+    "total_num_steps": "1000",
+    "warmup_min_lr": "0",
+    "warmup_max_lr": "1e-4",
+}
+
+
+def _settled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The older name of bf16; and of two kinds of precision that are open, the one that the other excludes."""
+    settled = {("bf16" if key == "bfloat16" else key): value for key, value in config.items()}
+    for this, other in (("fp16", "bf16"), ("bf16", "fp16")):
+        mine, others = settled.get(this), settled.get(other)
+        if isinstance(mine, Mapping) and isinstance(others, Mapping) and is_auto(mine.get("enabled", AUTO)):
+            if "enabled" in mine and str(others.get("enabled")).lower() == "true":
+                settled[this] = {**mine, "enabled": False}
+    return settled
