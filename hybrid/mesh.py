@@ -19,6 +19,7 @@ from hybrid.contracts.layout import Layout, axis_name
 from hybrid.errors import LaunchError
 from hybrid.launch.check_in import check_in
 from hybrid.launch.environment import LaunchEnvironment
+from hybrid.launch.variables import planned_places
 
 __all__ = ["Mesh", "running_world_size", "start_process_group", "stop_process_group"]
 
@@ -157,6 +158,7 @@ def start_process_group(
             agreement=agreement,
             timeout_seconds=timeout_seconds,
             keeps_store=keeps_store,
+            planned=planned_places(),
         )
         # What was worked out is as good as given: for the choice of the device, and for child processes.
         os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))

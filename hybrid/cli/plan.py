@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,16 +15,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hybrid.errors import PlanError
+from hybrid.planner.constraints import shape_problems
+from hybrid.planner.job import Candidate
 from hybrid.planner.plan import Plans, plan_request
 from hybrid.planner.request import Request, read_fixed
-from hybrid.planner.request_reading import OPTIMIZERS, PRECISIONS, make_request
+from hybrid.planner.request_reading import OPTIMIZERS, PRECISIONS, contradictions, make_request
 from hybrid.planner.search import why
+from hybrid.report.launch_files import write_launch_files
+from hybrid.report.page import write_page
+from hybrid.report.plan_page import plan_page
 from hybrid.report.plan_table import advice_lines, best_in_full, ranking, rejections
 from hybrid.units import parse_bytes
 
 __all__ = ["plan"]
 
 _FILE_WIDTH = 200
+_MOST_ROWS = 200  # of `--why`, beyond which it only counts
 
 
 def plan(
@@ -74,10 +80,13 @@ def plan(
         str, typer.Option("--fix", metavar="tp=4,pp=2", help="What is decided already.", show_default=False)
     ] = "",
     why_not: Annotated[
-        str, typer.Option("--why", metavar="tp=4,pp=2", help="Tell what became of these layouts.", show_default=False)
+        str,
+        typer.Option(
+            "--why", metavar="tp=4,pp=2", help="Tell what became of these layouts; all with --json.", show_default=False
+        ),
     ] = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what this version cannot run: context and expert parallel, offload.")
+        bool, typer.Option("--all", help="Also offload, and what this version cannot run: context and expert parallel.")
     ] = False,
     risk: Annotated[float, typer.Option("--risk", help="Highest accepted chance of running out of memory.")] = 0.05,
     memory: Annotated[
@@ -86,7 +95,17 @@ def plan(
     ] = None,
     best: Annotated[int, typer.Option("--best", metavar="N", help="Layouts to show.")] = 8,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the best one's strategy, .yaml or .json.")
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE|DIR",
+            help="Write the best one's strategy (.yaml, .json); or a folder: also the map of its ranks and scripts for "
+            "torchrun, Slurm and Kubernetes.",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write a page to look at: pictures, reasons, assumptions."),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
@@ -99,6 +118,7 @@ def plan(
     Examples:
       hybrid plan --model llama3-70b --cluster 16x8xH100 --global-batch 1024 --seq 8192
       hybrid plan --model llama3-8b --cluster 1x8xA100-80GB --global-batch 64 --out strategy.yaml
+      hybrid plan --model llama3-70b --cluster 16x8xH100 --global-batch 1024 --out launch_70b   # scripts to start it
       hybrid plan --model gpt3-13b --cluster 4x8xV100-32GB --network 4x100G --global-batch 512 --fix tp=8
       hybrid plan --model llama3-70b --cluster 16x8xH100 --global-batch 1024 --why tp=16,pp=2
       hybrid plan --model my_package.model:build --cluster local --global-batch 32 --precision fp32
@@ -126,6 +146,11 @@ def plan(
             memory_bytes=None if memory is None else _bytes(memory),
             num_plans=best,
         )
+        for option, given in (("--out", out), ("--report", report)):
+            if why_not and given is not None:
+                raise PlanError(
+                    f"--why tells about layouts and makes no plan that {option} could write: leave one of them out"
+                )
         if why_not:
             _print_why(request, why_not, console, json_output=json_output)
             return
@@ -133,12 +158,16 @@ def plan(
             plans = plan_request(request, progress=progress)
         if out is not None:
             _save(plans, out)
+        if report is not None:
+            write_page(report, plan_page(plans), option="--report")
     except PlanError as error:
         _print_problems(error, json_output=json_output)
         raise typer.Exit(2) from None
     if json_output:
         typer.echo(json.dumps(plans.to_dict(), indent=2, ensure_ascii=False))
         return
+    if report is not None:
+        console.print(f"page: {report}")
     console.print(ranking(plans, width=console.width))
     console.print()
     console.print(best_in_full(plans.best))
@@ -154,7 +183,7 @@ def plan(
         soft_wrap=True,
     )
     if out is not None:
-        console.print(f"strategy of the best: {out}")
+        console.print(f"strategy of the best: {out}" if _is_file(out) else f"to start the best: {out}/launch.sh")
 
 
 def _request(*, model: str, cluster: str, **options: Any) -> Request:
@@ -167,7 +196,14 @@ def _request(*, model: str, cluster: str, **options: Any) -> Request:
     return make_request(model, cluster, **options)
 
 
+def _is_file(out: Path) -> bool:
+    return out.suffix.lower() in {".yaml", ".yml", ".json"} and not out.is_dir()
+
+
 def _save(plans: Plans, out: Path) -> None:
+    if not _is_file(out):
+        write_launch_files(plans.best, out)
+        return
     try:
         plans.strategy.save(out)
     except OSError as error:
@@ -207,7 +243,11 @@ def _print_why(request: Request, text: str, console: Console, *, json_output: bo
         memory_bytes=request.memory_bytes,
         num_plans=request.num_plans,
     )
-    told = why(asked)
+    reasons = contradictions(asked)
+    told, num_more = ([], 0) if reasons else why(asked, limit=None if json_output else _MOST_ROWS)
+    if not told:
+        _print_no_candidates(asked, text, reasons, console, json_output=json_output)
+        return
     if json_output:
         rows = [{"layout": candidate.label, "outcome": outcome} for candidate, outcome in told]
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
@@ -217,7 +257,28 @@ def _print_why(request: Request, text: str, console: Console, *, json_output: bo
     table.add_column("outcome", overflow="fold")
     for candidate, outcome in told:
         table.add_row(escape(candidate.label), escape(outcome))
-    console.print(table if told else f"no layout has {escape(text)} on {escape(request.job.cluster.name)}")
+    console.print(table)
+    if num_more:
+        console.print(
+            f"… and {num_more:,} more: name more of the layout, as --why {escape(text)},zero_stage=1, or --json"
+        )
+
+
+def _print_no_candidates(
+    request: Request, text: str, reasons: Sequence[str], console: Console, *, json_output: bool
+) -> None:
+    """Why no layout has these values: what they contradict, what the model's sizes say against tp."""
+    tp = request.fixed.get("tp", 1)
+    alone = Candidate(tp=tp, dp_replicate=max(1, request.job.cluster.num_devices // tp))
+    found = [problem.text for problem in shape_problems(request.job, alone, is_all=request.is_all)]
+    told = [*reasons, *(one for one in found if one.startswith("tp = "))]
+    if not told:
+        told = ["the values divide neither the devices nor the batch as they would have to together"]
+    if json_output:
+        typer.echo(json.dumps([{"layout": text, "outcome": "; ".join(told)}], indent=2, ensure_ascii=False))
+        return
+    name = request.job.cluster.name
+    console.print(f"no layout with {escape(text)} is a candidate on {escape(name)}: {escape('; '.join(told))}")
 
 
 def _print_problems(error: PlanError, *, json_output: bool) -> None:

@@ -17,6 +17,8 @@ from hybrid.contracts.schedule_choice import read_schedule
 from hybrid.contracts.schedule_text import to_csv, to_text
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
 from hybrid.errors import StrategyError
+from hybrid.report.page import write_page
+from hybrid.report.schedule_page import schedule_page
 from hybrid.units import format_seconds
 
 __all__ = ["schedule"]
@@ -59,6 +61,9 @@ def schedule(
         bool, typer.Option("--csv", help="Print the schedule as CSV, to edit and give back.")
     ] = False,
     text_output: Annotated[bool, typer.Option("--text", help="Print the schedule as text, one line per rank.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with the schedule on the clock.")
+    ] = None,
 ) -> None:
     """Draw which rank of a pipeline does what, and when.
 
@@ -73,6 +78,7 @@ def schedule(
       hybrid schedule --stages 4 --micro-batches 8 --schedule gpipe
       hybrid schedule --stages 4 --micro-batches 8 --schedule interleaved --virtual-stages 2
       hybrid schedule --stages 4 --micro-batches 8 --forward 1,1,1,1.5 --backward 2,2,2,3 --transfer 0.1
+      hybrid schedule --stages 8 --micro-batches 32 --schedule zb-h1 --html schedule.html
       hybrid schedule --stages 2 --micro-batches 4 --csv > mine.csv
       hybrid schedule --file mine.csv
 
@@ -95,6 +101,8 @@ def schedule(
     except StrategyError as error:
         _print_problems(error.problems, json_output=json_output)
         raise typer.Exit(2) from None
+    if html is not None:
+        write_page(html, schedule_page(timeline), option="--html")
     if json_output:
         typer.echo(json.dumps(_facts(timeline), indent=2))
     elif csv_output:

@@ -5,24 +5,27 @@ world or a rank that never comes end in a hang or in an error about a key. Here 
 knows; the first one to arrive judges all of them and puts down the verdict, which ends every process alike.
 
     arrivals      how many have come; gives each one its number
-    arrival/<n>   rank, world size, strategy digest, host and pid of number n
+    arrival/<n>   rank, world size, digests of strategy and planned placement, host, local rank and pid of number n
     verdict       problems (none: go on), and the processes of each machine
     seen          how many have read the verdict: whoever keeps the store stays until then
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, Protocol
 
+from hybrid.contracts.rank_map import RankMap
 from hybrid.errors import LaunchError
 from hybrid.launch.environment import LaunchEnvironment
+from hybrid.launch.variables import PLACEMENT_VARIABLE
 
 __all__ = ["Store", "check_in"]
 
@@ -48,7 +51,10 @@ class _Arrival:
     rank: int
     world_size: int
     agreement: str
+    placement: str
+    """Digest of the planned places of all ranks; empty without a plan."""
     host: str
+    local_rank: int
     pid: int
 
     def __str__(self) -> str:
@@ -62,11 +68,12 @@ def check_in(
     agreement: str,
     timeout_seconds: float,
     keeps_store: bool,
+    planned: RankMap | None = None,
 ) -> LaunchEnvironment:
     """Meet the other processes; returns the environment with LOCAL_* as the machines really share the ranks.
 
-    Raises LaunchError on every process when any two contradict each other, or when a rank does not come.
-    `keeps_store`: the store ends with this process, so it leaves last.
+    Raises LaunchError on every process when any two contradict each other, when a rank does not come, or when ranks are
+    not where `planned` has them. `keeps_store`: the store ends with this process, so it leaves last.
     """
     deadline = time.monotonic() + timeout_seconds
     number = store.add("arrivals", 1) - 1
@@ -74,12 +81,14 @@ def check_in(
         rank=environment.rank,
         world_size=environment.world_size,
         agreement=agreement,
+        placement="" if planned is None else _digest(planned),
         host=socket.gethostname(),
+        local_rank=environment.local_rank,
         pid=os.getpid(),
     )
-    store.set(f"arrival/{number}", json.dumps([me.rank, me.world_size, me.agreement, me.host, me.pid]))
+    store.set(f"arrival/{number}", json.dumps(astuple(me)))
     if number == 0:
-        verdict = _judge(store, environment, deadline=deadline, timeout_seconds=timeout_seconds)
+        verdict = _judge(store, environment, planned, deadline=deadline, timeout_seconds=timeout_seconds)
         store.set("verdict", json.dumps(verdict))
     else:
         verdict = _await_verdict(store, environment, deadline=deadline, timeout_seconds=timeout_seconds)
@@ -98,7 +107,14 @@ def check_in(
     return _with_local_size(environment, verdict["hosts"])
 
 
-def _judge(store: Store, environment: LaunchEnvironment, *, deadline: float, timeout_seconds: float) -> dict[str, Any]:
+def _judge(
+    store: Store,
+    environment: LaunchEnvironment,
+    planned: RankMap | None,
+    *,
+    deadline: float,
+    timeout_seconds: float,
+) -> dict[str, Any]:
     arrivals: list[_Arrival] = []
     while True:
         arrivals += _read_arrivals(store, start=len(arrivals), deadline=deadline)
@@ -113,7 +129,10 @@ def _judge(store: Store, environment: LaunchEnvironment, *, deadline: float, tim
             hosts: dict[str, list[int]] = defaultdict(list)
             for arrival in arrivals:
                 hosts[arrival.host].append(arrival.rank)
-            return {"problems": [], "hosts": {host: sorted(ranks) for host, ranks in hosts.items()}}
+            return {
+                "problems": [] if planned is None else _elsewhere(planned, hosts, arrivals, environment),
+                "hosts": {host: sorted(ranks) for host, ranks in hosts.items()},
+            }
         if time.monotonic() > deadline:
             return {"problems": [_missing(arrivals, environment, timeout_seconds)]}
         time.sleep(_POLL_SECONDS)
@@ -127,8 +146,9 @@ def _read_arrivals(store: Store, *, start: int, deadline: float) -> list[_Arriva
             if time.monotonic() > deadline:
                 return arrivals
             time.sleep(_POLL_SECONDS)
-        rank, world_size, agreement, host, pid = json.loads(store.get(f"arrival/{number}"))
-        arrivals.append(_Arrival(rank=rank, world_size=world_size, agreement=agreement, host=host, pid=pid))
+        values = json.loads(store.get(f"arrival/{number}"))
+        names = (field.name for field in fields(_Arrival))
+        arrivals.append(_Arrival(**dict(zip(names, values, strict=True))))
     return arrivals
 
 
@@ -146,7 +166,9 @@ def _contradictions(arrivals: Sequence[_Arrival]) -> list[str]:
             )
     sizes: dict[int, list[_Arrival]] = defaultdict(list)
     digests: dict[str, list[_Arrival]] = defaultdict(list)
+    placements: dict[str, list[_Arrival]] = defaultdict(list)
     for arrival in arrivals:
+        placements[arrival.placement].append(arrival)
         sizes[arrival.world_size].append(arrival)
         digests[arrival.agreement].append(arrival)
     if len(sizes) > 1:
@@ -158,7 +180,26 @@ def _contradictions(arrivals: Sequence[_Arrival]) -> list[str]:
             f"the strategies differ: {said}; expected the same strategy on all processes "
             "(compare strategy.to_yaml() of two of them)"
         )
+    if len(placements) > 1:
+        said = "; ".join(
+            f"digest {digest or 'none'} on {', '.join(map(str, who))}" for digest, who in placements.items()
+        )
+        problems.append(f"the files of {PLACEMENT_VARIABLE} differ: {said}; expected the same file on all processes")
     return problems
+
+
+def _elsewhere(
+    planned: RankMap, hosts: dict[str, list[int]], arrivals: Sequence[_Arrival], environment: LaunchEnvironment
+) -> list[str]:
+    """Ranks that are not where the plan has them."""
+    locals_set = "LOCAL_RANK" not in environment.derived
+    problems = planned.differences(hosts, {one.rank: one.local_rank for one in arrivals} if locals_set else {})
+    way = f"start them in the order of the plan's hostfile, or unset {PLACEMENT_VARIABLE} to train as they are"
+    return [f"{problem}; {way}" for problem in problems]
+
+
+def _digest(planned: RankMap) -> str:
+    return hashlib.sha256(planned.to_csv().encode()).hexdigest()[:12]
 
 
 def _missing(arrivals: Sequence[_Arrival], environment: LaunchEnvironment, timeout_seconds: float) -> str:

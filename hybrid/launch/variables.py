@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hybrid.contracts.rank_map import RankMap, read_rank_map
+
 __all__ = [
     "LOG_DIR_VARIABLE",
     "PARENT_VARIABLE",
+    "PLACEMENT_VARIABLE",
     "PROFILE_VARIABLE",
     "RESUME_VARIABLE",
     "STRATEGY_VARIABLE",
+    "planned_places",
     "resume_directory",
 ]
 
 STRATEGY_VARIABLE = "HYBRID_STRATEGY"  # file that `distributed_model` takes when it is given no strategy
+PLACEMENT_VARIABLE = "HYBRID_PLACEMENT"  # file of `hybrid plan --out`: on which node each rank is to be
 RESUME_VARIABLE = "HYBRID_RESUME"  # folder of checkpoints from whose newest complete one the script goes on
 PROFILE_VARIABLE = "HYBRID_PROFILE"  # what `hybrid profile` wants of the steps, as JSON
 LOG_DIR_VARIABLE = "HYBRID_LOG_DIR"  # folder of this run's logs
@@ -28,3 +33,9 @@ def resume_directory() -> Path | None:
     """
     directory = os.environ.get(RESUME_VARIABLE)
     return Path(directory) if directory else None
+
+
+def planned_places() -> RankMap | None:
+    """Where the plan has each rank; None without a plan. Raises LaunchError: the file is no rank map."""
+    path = os.environ.get(PLACEMENT_VARIABLE)
+    return read_rank_map(Path(path)) if path else None

@@ -12,7 +12,7 @@ from rich.text import Text
 from hybrid.planner.plan import Plan, Plans
 from hybrid.units import format_bytes, format_count, format_seconds
 
-__all__ = ["advice_lines", "best_in_full", "ranking", "rejections"]
+__all__ = ["advice_lines", "best_in_full", "plan_columns", "ranking", "rejections", "time_parts"]
 
 # Parts of a step under the head of their column; a part in none of them is in `other`.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -45,15 +45,22 @@ def ranking(plans: Plans, *, width: int) -> RenderableType:
         f"{job.model.name} ({format_count(job.model.num_parameters)} parameters) on {job.cluster.name}: "
         f"batch {job.global_batch_size} × {job.seq} tokens"
     )
-    layouts, costs = list(_layout_columns(plans)), list(_cost_columns(plans))
-    numbers = ("#", [str(number) for number in range(1, len(plans) + 1)])
-    whole = [numbers, *layouts, *costs]
+    whole = plan_columns(plans)
+    numbers, *rest = whole
+    costs = list(_cost_columns(plans))
+    layouts = rest[: len(rest) - len(costs)]
     if sum(max(map(len, [head, *cells])) + 2 for head, cells in whole) <= width + 2:
         return _columns(whole, title=title)
     return Group(_columns([numbers, *layouts], title=title), Text(""), _columns([numbers, *costs], title=None))
 
 
 Column = tuple[str, list[str]]
+
+
+def plan_columns(plans: Plans) -> list[Column]:
+    """(head, a cell per plan): number, layout, costs."""
+    numbers = ("#", [str(number) for number in range(1, len(plans) + 1)])
+    return [numbers, *_layout_columns(plans), *_cost_columns(plans)]
 
 
 def _columns(columns: list[Column], *, title: str | None) -> Table:
@@ -112,22 +119,26 @@ def _cost_columns(plans: Plans) -> Iterator[Column]:
     yield "OOM", [f"{plan.fit.chance_of_running_out:.1%}" for plan in plans]
 
 
+def time_parts(plan: Plan) -> list[tuple[str, float]]:
+    """(name for people, seconds) of the parts of a step, the longest first."""
+    parts = sorted(plan.time.parts.items(), key=lambda item: -item[1])
+    return [(_PART_NAMES.get(name, name), seconds) for name, seconds in parts if seconds > 0]
+
+
 def best_in_full(plan: Plan) -> RenderableType:
     """Time and memory of one plan, part by part."""
     time = Table(title="Step", title_justify="left", box=None, pad_edge=False, show_header=False)
     total = plan.time.total_seconds
-    for name, seconds in sorted(plan.time.parts.items(), key=lambda item: -item[1]):
-        if seconds > 0:
-            time.add_row(
-                _PART_NAMES.get(name, name), format_seconds(seconds), f"{seconds / total:.0%}", _bar(seconds / total)
-            )
+    for name, seconds in time_parts(plan):
+        time.add_row(name, format_seconds(seconds), f"{seconds / total:.0%}", _bar(seconds / total))
     time.add_row("all", format_seconds(total), "", "", style="bold")
     worst = plan.memory.worst
     memory = Table(
-        title=f"Memory per rank, pipeline stage {worst.stage}", title_justify="left", box=None, pad_edge=False
-    )
-    memory = Table(
-        title="Memory of the fullest rank", title_justify="left", box=None, pad_edge=False, show_header=False
+        title=f"Memory of the fullest rank, of pipeline stage {worst.stage}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        show_header=False,
     )
     limit = plan.fit.limit_bytes
     for name, size in sorted(worst.parts.items(), key=lambda item: -item[1]):
@@ -168,6 +179,7 @@ def advice_lines(plans: Plans) -> Iterator[str]:
     if plans.best.candidate.pp > 1:
         yield "pipeline: runs over an nn.Sequential or a hybrid.PipelineLayer; --fix pp=1 for any other model"
     yield f"measure first: {'; '.join(advice.measure_first)}"
+    yield from (f"model: {note}" for note in plans.request.job.model.notes)
 
 
 def rejections(plans: Plans) -> Table:

@@ -1,0 +1,99 @@
+"""What starts a plan: the strategy, where each rank runs, and scripts for torchrun, Slurm and Kubernetes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from hybrid.contracts.rank_map import PlannedNode, RankMap, make_rank_map
+from hybrid.errors import PlanError
+from hybrid.planner.plan import Plan
+
+__all__ = ["launch_files", "write_launch_files"]
+
+_TEMPLATES = ("launch.sh", "job.sbatch", "pytorchjob.yaml")
+
+
+def launch_files(plan: Plan) -> dict[str, str]:
+    """Name -> text: `strategy.yaml`, `ranks.csv`, `hostfile`, `launch.sh`, `job.sbatch`, `pytorchjob.yaml`.
+
+    Raises:
+        PlanError: a layout that this version cannot run, or ranks that no launcher numbers as the plan does.
+    """
+    strategy = plan.strategy
+    layout = strategy.resolve(plan.job.cluster.num_devices).layout
+    ranks = make_rank_map(plan.job.cluster.ranks, layout)
+    files = {"strategy.yaml": strategy.to_yaml(), "ranks.csv": ranks.to_csv(), "hostfile": _hostfile(ranks)}
+    environment = Environment(
+        loader=PackageLoader("hybrid.report"), undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True
+    )
+    values = {
+        "label": plan.candidate.label,
+        "model": plan.job.model.name,
+        "cluster": plan.job.cluster.name,
+        "layout": layout.describe(),
+        "num_nodes": len(ranks.nodes),
+        "num_ranks": ranks.num_ranks,
+        "devices_per_node": len(ranks.nodes[0].devices),
+        "device_resource": _device_resource(plan.job.cluster.device.name),
+        "visible_devices": _visible_devices(ranks),
+        "communicator_variables": _communicator_variables(plan, ranks),
+        "job_name": re.sub(r"[^a-z0-9]+", "-", plan.job.model.name.lower()).strip("-")[:40] or "hybrid",
+    }
+    return files | {name: environment.get_template(f"{name}.j2").render(values) for name in _TEMPLATES}
+
+
+def write_launch_files(plan: Plan, folder: Path) -> tuple[Path, ...]:
+    """Write them into a folder, which is made; files of these names in it are replaced.
+
+    Raises:
+        PlanError: as `launch_files`; or the folder cannot be written.
+    """
+    files = launch_files(plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            if name == "launch.sh":
+                (folder / name).chmod(0o755)
+    except OSError as error:
+        raise PlanError(f"--out {folder}: {error.strerror or error}") from None
+    return tuple(folder / name for name in files)
+
+
+def _hostfile(ranks: RankMap) -> str:
+    """One line per node, in the order in which they are numbered."""
+    lines = [f"{node.name} slots={len(node.devices)}" for node in ranks.nodes]
+    return "# Replace the plan's names by your hosts', in this order.\n" + "\n".join(lines) + "\n"
+
+
+def _visible_devices(ranks: RankMap) -> Mapping[int, str]:
+    """Node -> CUDA_VISIBLE_DEVICES, for nodes whose ranks do not run on their devices in order."""
+    numbers = {number: _device_numbers(node) for number, node in enumerate(ranks.nodes)}
+    return {number: ",".join(map(str, order)) for number, order in numbers.items() if order and order != sorted(order)}
+
+
+def _device_numbers(node: PlannedNode) -> list[int]:
+    """gpu3 is 3; devices with other names are in order."""
+    found = [re.fullmatch(r"gpu(\d+)", device) for device in node.devices]
+    return [int(match[1]) for match in found if match] if all(found) else []
+
+
+def _communicator_variables(plan: Plan, ranks: RankMap) -> Mapping[str, tuple[str, str]]:
+    """NCCL's variable -> value and reason."""
+    shape = plan.job.cluster.shape
+    if _device_resource(plan.job.cluster.device.name) != "nvidia.com/gpu" or len(ranks.nodes) == 1 or shape is None:
+        return {}
+    if shape.fabric.rails:
+        return {"NCCL_CROSS_NIC": ("0", "cards of one rail talk to each other: no ring changes rails")}
+    return {}
+
+
+def _device_resource(name: str) -> str:
+    """Kubernetes' name of the devices; empty for processors."""
+    if "cpu" in name.lower():
+        return ""
+    return "amd.com/gpu" if name.startswith("MI") else "nvidia.com/gpu"

@@ -1,0 +1,154 @@
+"""The answer of the planner as a page: to look at, and to argue with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from hybrid.contracts.layout import Layout
+from hybrid.planner.cost import step_timeline
+from hybrid.planner.plan import Plan, Plans
+from hybrid.planner.search import Priced
+from hybrid.planner.software import software_of
+from hybrid.report.page import Section, TableData, page
+from hybrid.report.pictures import Bar, Point, bars, devices, gantt, legend, part_names, points
+from hybrid.report.plan_table import advice_lines, plan_columns, time_parts
+from hybrid.units import format_bytes, format_count, format_seconds
+
+__all__ = ["plan_page"]
+
+_SHOWN = 12
+
+
+def plan_page(plans: Plans) -> str:
+    """A whole HTML file about these plans: memory, schedule, rank map, candidates, what was left out, assumptions."""
+    job = plans.request.job
+    title = f"{job.model.name} on {job.cluster.name}"
+    subtitle = (
+        f"{format_count(job.model.num_parameters)} parameters, {job.cluster.num_devices} × {job.cluster.device.name}, "
+        f"batch of {job.global_batch_size} samples × {job.seq} tokens, {job.precision.compute}; "
+        f"{plans.result.num_considered:,} layouts looked at"
+    )
+    return page(title, subtitle, list(_sections(plans)))
+
+
+def _sections(plans: Plans) -> Iterator[Section]:
+    best = plans.best
+    columns = plan_columns(plans)
+    rows = list(zip(*(cells for _, cells in columns), strict=True))[:_SHOWN]
+    heads = [head for head, _ in columns]
+    texts = {"schedule", "recompute", "reduce", "keep"}
+    yield Section(
+        name="layouts",
+        heading="Layouts, best first",
+        points=list(advice_lines(plans)),
+        table=TableData(heads=heads, rows=rows, numbers=[head for head in heads if head not in texts], best=0),
+    )
+    memory = _memory_bars(best)
+    yield Section(
+        name="memory",
+        heading="Memory of each pipeline rank",
+        picture=bars(memory) + legend(part_names(memory)),
+        caption="Tensors at the fullest moment; the line with an end is what the device must have, as an interval; "
+        "dashes are the limit.",
+    )
+    total = best.time.total_seconds
+    yield Section(
+        name="step",
+        heading=f"One step: {format_seconds(total)}",
+        table=TableData(
+            heads=("part", "time", "share"),
+            rows=[(name, format_seconds(seconds), f"{seconds / total:.1%}") for name, seconds in time_parts(best)],
+            numbers=("time", "share"),
+        ),
+    )
+    if best.candidate.pp > 1:
+        picture, caption = gantt(step_timeline(best.job, best.candidate))
+        yield Section(name="schedule", heading=f"Schedule: {best.candidate.schedule}", picture=picture, caption=caption)
+    yield _rank_map(best)
+    yield Section(
+        name="candidates",
+        heading="Time against memory",
+        picture=points(list(_points(plans))),
+        caption="Filled: fits. Rings: faster than the best, and too large. The ring of ink is the best one.",
+    )
+    yield Section(
+        name="left-out",
+        heading="Left out",
+        table=TableData(
+            heads=("reason", "layouts", "first of them"),
+            rows=[(one.rule, f"{one.count:,}", one.text) for one in plans.result.rejections],
+            numbers=("layouts",),
+        ),
+    )
+    yield _assumptions(plans)
+
+
+def _memory_bars(plan: Plan) -> list[Bar]:
+    return [
+        Bar(
+            label=f"pp {stage.stage}",
+            parts={name.replace("_", " "): size for name, size in sorted(stage.parts.items(), key=lambda kv: -kv[1])},
+            low=stage.device.low,
+            high=stage.device.high,
+            limit=plan.fit.limit_bytes,
+        )
+        for stage in plan.memory.stages
+    ]
+
+
+def _rank_map(plan: Plan) -> Section:
+    cluster, chosen = plan.job.cluster, plan.candidate
+    layout = Layout.of(
+        pp=chosen.pp, dp_replicate=chosen.dp_replicate, dp_shard=chosen.dp_shard, cp=chosen.cp, tp=chosen.tp
+    )
+    domains: dict[int, list[tuple[str, int]]] = {}
+    tips = {}
+    for rank, (name, domain) in enumerate(zip(cluster.ranks, cluster.domain_of, strict=True)):
+        place = layout.coordinate(rank)
+        domains.setdefault(domain, []).append((name, place["pp"]))
+        where = ", ".join(f"{axis} {value}" for axis, value in place.items() if layout.degree(axis) > 1)
+        tips[name] = f"rank {rank}: {name}" + (f"\n{where}" if where else "")
+    picture, caption = devices(list(domains.values()), tips)
+    frames = "A frame is what fast links join; colours are pipeline ranks. "
+    return Section(name="ranks", heading=f"Ranks: {layout.describe()}", picture=picture, caption=frames + caption)
+
+
+def _points(plans: Plans) -> Iterator[Point]:
+    for place, one in enumerate(plans.result.found):
+        yield _point(one, is_best=place == 0)
+    yield from map(_point, plans.result.too_large)
+
+
+def _point(one: Priced, *, is_best: bool = False) -> Point:
+    over = "" if one.fit.fits else f"\n{format_bytes(one.fit.over_bytes)} more than there is"
+    tip = f"{one.candidate.label}\n{format_seconds(one.time.total_seconds)}, {format_bytes(one.fit.needed_bytes)}{over}"
+    return Point(
+        x_bytes=one.fit.needed_bytes, y_seconds=one.time.total_seconds, tip=tip, fits=one.fit.fits, is_best=is_best
+    )
+
+
+def _assumptions(plans: Plans) -> Section:
+    """What the figures rest on, with where it comes from."""
+    job = plans.request.job
+    device = job.cluster.device
+    software = software_of(job.software) if isinstance(job.software, str) else job.software
+    rows = [("model", job.model.name, job.model.source)]
+    rows += [(f"peak {dtype}", f"{rate / 1e12:,.1f} TFLOP/s", device.source) for dtype, rate in device.flops.items()]
+    figures = (
+        ("memory of a device", format_bytes(device.memory_bytes)),
+        ("rate of its memory", f"{device.memory_bytes_per_second / 1e9:,.0f} GB/s"),
+        ("links to peers", f"{device.scale_up_bytes_per_second / 1e9:,.0f} GB/s ({device.scale_up or 'host'})"),
+        ("network of a device", f"{device.nic_bytes_per_second / 1e9:,.1f} GB/s"),
+    )
+    rows += [(name, value, f"{device.source}, {device.date}") for name, value in figures]
+    for name in sorted(field.name for field in fields(software) if field.name not in {"name", "sources"}):
+        constant = software.sources.get(name)
+        source = f"{constant.source}, {constant.date}" if constant else "default of hybrid/planner/software.py"
+        rows.append((f"{software.name}: {name}", f"{getattr(software, name):g}", source))
+    rows += [("note", note, "the cluster's description") for note in job.cluster.notes]
+    return Section(
+        name="assumptions",
+        heading="Assumptions",
+        table=TableData(heads=("what", "value", "source"), rows=rows),
+    )
