@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import hybrid
 from hybrid.contracts.schedule_timing import time_schedule
+from hybrid.weight_gradients import WeightGradients
 
 __all__ = ["measure_bubbles"]
 
@@ -34,15 +35,25 @@ def _sleep(seconds: float) -> None:
 
 class _Sleeps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, share: float) -> torch.Tensor:
-        ctx.share = share
+    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, share: float, node: Any) -> torch.Tensor:
+        ctx.share, ctx.node = share, node
         _sleep(_FORWARD_SECONDS * share)
         return value + weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        _sleep(_BACKWARD_SECONDS * ctx.share)
-        return gradients[0], gradients[0].sum(0), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient, share, left = gradients[0], ctx.share, WeightGradients.current()
+        if left is None:
+            _sleep(_BACKWARD_SECONDS * share)
+            return gradient, gradient.sum(0), None, None
+
+        def second_half() -> torch.Tensor:
+            _sleep(_BACKWARD_SECONDS * share / 2)
+            return gradient.sum(0)
+
+        left.add(ctx.node, second_half)
+        _sleep(_BACKWARD_SECONDS * share / 2)
+        return gradient, None, None, None
 
 
 class Sleeper(nn.Module):
@@ -54,13 +65,14 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.zeros(_WIDTH))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Sleeps.apply(value, self.weight, self.share)
+        node = torch.autograd.graph.get_gradient_edge(self.weight).node if torch.is_grad_enabled() else None
+        result: torch.Tensor = _Sleeps.apply(value, self.weight, self.share, node)
         return result
 
 
 def measure_bubbles(micro_batches: int, *, steps: int) -> None:
     """Print, for each schedule, the idle part of a step over all ranks. *Collective.*"""
-    rows = [_measure(name, micro_batches, steps) for name in ("gpipe", "1f1b", "interleaved")]
+    rows = [_measure(name, micro_batches, steps) for name in ("gpipe", "1f1b", "interleaved", "zb-h1")]
     if dist.get_rank() != 0:
         return
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())

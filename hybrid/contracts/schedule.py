@@ -112,6 +112,11 @@ class Schedule:
         """Chunks of the whole model."""
         return self.num_stages * self.virtual_stages
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward comes in two halves."""
+        return any(action.kind is ActionKind.I for order in self.actions for action in order)
+
     def rank_of(self, chunk: int) -> int:
         """The pipeline rank that holds the chunk."""
         return chunk_rank(chunk, self.num_stages)
@@ -130,12 +135,14 @@ def chunk_rank(chunk: int, num_stages: int) -> int:
 
 
 def make_schedule(name: str, *, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """The action lists of `gpipe`, `1f1b` or `interleaved`; a StrategyError with all reasons where there are none.
+    """The action lists of a schedule with a name; a StrategyError with all reasons where there are none.
 
     - gpipe (arXiv 1811.06965): all forwards, then all backwards. Keeps every micro-batch.
     - 1f1b (arXiv 2006.09503, flushed at the end of the step): keeps at most num_stages - rank micro-batches.
     - interleaved (arXiv 2104.04473 §2.2): `virtual_stages` chunks per rank, run in groups of num_stages micro-batches;
       the bubble shrinks by virtual_stages, at the price of that many times the transfers and more micro-batches kept.
+    - zb-h1 (arXiv 2401.10241 §2.1): 1f1b with the backward split; every rank keeps as much as the first of 1f1b, and
+      fills with W what a rank of 1f1b waits in the end: a third of the bubble where F, I and W take the same time.
     """
     problems = _size_problems(num_stages, num_micro_batches, virtual_stages)
     if name not in SCHEDULE_NAMES:
@@ -188,6 +195,23 @@ def _interleaved(rank: int, num_stages: int, num_micro_batches: int, virtual_sta
     return _alternating(rank, num_stages, num_micro_batches, virtual_stages, num_warmup=num_warmup)
 
 
+def _zero_bubble_h1(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> tuple[Action, ...]:
+    def action(kind: ActionKind, micro_batch: int) -> Action:
+        return Action(kind=kind, chunk=rank, micro_batch=micro_batch)
+
+    num_warmup = min(num_stages - 1 - rank, num_micro_batches)
+    order = [action(ActionKind.F, micro_batch) for micro_batch in range(num_warmup)]
+    for micro_batch in range(num_micro_batches):
+        if micro_batch + num_warmup < num_micro_batches:
+            order.append(action(ActionKind.F, micro_batch + num_warmup))
+        order.append(action(ActionKind.I, micro_batch))
+        # Later by one micro-batch per rank: so all keep the same number, and the rank before never waits for a W.
+        if micro_batch >= rank:
+            order.append(action(ActionKind.W, micro_batch - rank))
+    num_left = min(rank, num_micro_batches)
+    return (*order, *(action(ActionKind.W, num_micro_batches - left) for left in range(num_left, 0, -1)))
+
+
 def _alternating(
     rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int, *, num_warmup: int
 ) -> tuple[Action, ...]:
@@ -224,6 +248,7 @@ _ORDERS: Mapping[str, Callable[[int, int, int, int], tuple[Action, ...]]] = Mapp
         "gpipe": _gpipe,
         "1f1b": _one_forward_one_backward,
         "interleaved": _interleaved,
+        "zb-h1": _zero_bubble_h1,
     }
 )
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hybrid.contracts.schedule import ActionKind, Schedule, make_schedule
+from hybrid.contracts.schedule import Schedule, make_schedule
 from hybrid.contracts.schedule_check import check_schedule
 from hybrid.contracts.schedule_text import from_csv, from_text
 from hybrid.errors import StrategyError
 
 __all__ = ["choose_schedule", "is_written_out", "read_schedule", "schedule_name"]
-
-_TRAINABLE = (ActionKind.F, ActionKind.B)
 
 
 def is_written_out(setting: str) -> bool:
@@ -69,12 +67,6 @@ def choose_schedule(setting: str, *, num_stages: int, num_micro_batches: int, vi
         for name, has, wanted, what in sizes
         if has != wanted
     ]
-    split = sorted({action.kind.letter for order in own.actions for action in order if action.kind not in _TRAINABLE})
-    if split:
-        problems.append(
-            f"schedule {own.name!r} splits the backward ({', '.join(split)}), which is not available yet for training; "
-            "write B"
-        )
     if problems:
         raise StrategyError(problems)
     check_schedule(own)

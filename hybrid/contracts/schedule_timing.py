@@ -9,6 +9,7 @@ rank; bubble as the fraction of the step in which a rank is idle):
 
     gpipe, 1f1b   (p-1) / (m+p-1)      arXiv 1811.06965 §2.3, arXiv 2104.04473 §2.2.1 (there over the ideal time)
     interleaved   (p-1) / (v·m+p-1)    arXiv 2104.04473 §2.2.2, as above
+    zb-h1         (p-1) / (3·m+p-1)    arXiv 2401.10241 table 2, for F = I = W and m ≥ p
 """
 
 from __future__ import annotations
@@ -199,10 +200,10 @@ class ClosedForm:
 
 
 def closed_form(schedule: Schedule) -> ClosedForm | None:
-    """The closed forms of a schedule that `make_schedule` makes; None for any other.
+    """The closed forms of a schedule that `make_schedule` makes; None for any other, and where there is none.
 
     In flight: gpipe m; 1f1b min(p-r, m); interleaved the warm-up of Megatron-LM and one more, min(2(p-r-1)+(v-1)p+1,
-    v·m), in chunks of 1/v of a stage (at rank 0 and m large: 1+(p-1)/(p·v) times those of 1f1b).
+    v·m), in chunks of 1/v of a stage (at rank 0 and m large: 1+(p-1)/(p·v) times those of 1f1b); zb-h1 p.
     """
     p, m, v = schedule.num_stages, schedule.num_micro_batches, schedule.virtual_stages
     try:
@@ -216,6 +217,15 @@ def closed_form(schedule: Schedule) -> ClosedForm | None:
             in_flight, formula = [m] * p, "m"
         case "1f1b":
             in_flight, formula = [min(p - rank, m) for rank in range(p)], "min(p-r, m)"
+        case "zb-h1":
+            if m < p:
+                return None
+            return ClosedForm(
+                bubble_fraction=(p - 1) / (3 * m + p - 1),
+                bubble_formula="(p-1)/(3·m+p-1)",
+                in_flight=(p,) * p,
+                in_flight_formula="p",
+            )
         case _:
             in_flight = [min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m) for rank in range(p)]
             formula = "min(2(p-r-1)+(v-1)p+1, v·m)"

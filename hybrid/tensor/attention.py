@@ -28,6 +28,7 @@ from hybrid.tensor.cut_module import CutModule, local_part, resolve_group
 from hybrid.tensor.entry import Entry
 from hybrid.tensor.overlap import overlapped_linear
 from hybrid.tensor.region import CutRegion
+from hybrid.weight_gradients import linear
 
 __all__ = ["ParallelMultiheadAttention", "attention_cuts", "disable_fast_paths"]
 
@@ -242,14 +243,15 @@ class ParallelMultiheadAttention(CutModule, nn.MultiheadAttention):
             # One product for the neighbours that read the same tensor.
             runs = [(query, self._entry, 3)] if query is key else [runs[0], (key, self._memory_entry, 2)]
         sizes = [width * count for *_, count in runs]
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.split(sizes)
+            weights = self.in_proj_weight.split(sizes) if len(runs) > 1 else (self.in_proj_weight,)
         biases = [None] * len(runs) if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
         projected: list[Tensor] = []
         entered: dict[int, Tensor] = {}
         for (tensor, entry, _), weight, bias in zip(runs, weights, biases, strict=True):
             alone = entry.num_consumers == 1 and sum(one is tensor for one, *_ in runs) == 1
+            alone = alone and not torch.compiler.is_compiling()
             if alone and entry.group.size > 1 and tensor.requires_grad and torch.is_grad_enabled():
                 product = overlapped_linear(
                     tensor, weight, bias, group=entry.group, sequence_dim=entry.sequence_dim, is_transposed=False
@@ -257,7 +259,7 @@ class ParallelMultiheadAttention(CutModule, nn.MultiheadAttention):
             else:
                 if id(tensor) not in entered:
                     entered[id(tensor)] = entry(tensor)
-                product = functional.linear(entered[id(tensor)], weight, bias)
+                product = linear(entered[id(tensor)], weight, bias)
             projected += product.split(width, dim=-1)
         heads = (one.unflatten(-1, (self.num_heads, self.head_dim)) for one in projected)
         q, k, v = (one.transpose(1, 2) if self.batch_first else one.permute(1, 2, 0, 3) for one in heads)
@@ -300,7 +302,7 @@ class ParallelMultiheadAttention(CutModule, nn.MultiheadAttention):
     def _close(self, context_BHLD: Tensor) -> Tensor:
         """The output: this rank's part of it, summed over the group, then the bias, once."""
         order = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
-        partial = functional.linear(context_BHLD.permute(*order).flatten(2), self.out_proj.weight)
+        partial = linear(context_BHLD.permute(*order).flatten(2), self.out_proj.weight, None)
         group = self.tensor_parallel.group
         # Under autocast the sum is in the lower dtype and the bias is not: plain torch returns the lower one.
         bias = None if self.out_proj.bias is None else self.out_proj.bias.to(partial.dtype)

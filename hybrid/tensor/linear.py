@@ -28,8 +28,9 @@ from hybrid.contracts.placement import Cut, even_cut, fused_cut
 from hybrid.errors import BatchError, ModelError
 from hybrid.tensor.cut_module import CutModule, adopted_class, check_divides, resolve_group
 from hybrid.tensor.entry import Entry
-from hybrid.tensor.overlap import overlapped_linear, plain_linear
+from hybrid.tensor.overlap import overlapped_linear
 from hybrid.tensor.region import CutRegion
+from hybrid.weight_gradients import linear
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_sequence", "column_linear"]
 
@@ -86,6 +87,7 @@ def column_linear(module: Any, tensor: torch.Tensor, entry: Entry, *, is_transpo
     """This rank's output features; communication and computation overlap where the entry serves this layer only."""
     weight, bias = module.weight, module.bias
     alone = entry.num_consumers == 1 and entry.group.size > 1 and not entry.passes
+    alone = alone and not torch.compiler.is_compiling()  # a graph of operations that are done when they return
     if alone and torch.is_grad_enabled() and tensor.requires_grad:
         return overlapped_linear(
             tensor,
@@ -95,7 +97,7 @@ def column_linear(module: Any, tensor: torch.Tensor, entry: Entry, *, is_transpo
             sequence_dim=entry.sequence_dim,
             is_transposed=is_transposed,
         )
-    return plain_linear(entry(tensor), weight, bias, is_transposed=is_transposed)
+    return linear(entry(tensor), weight, bias, is_transposed=is_transposed)
 
 
 class ColumnParallelLinear(ColumnParallel, nn.Linear):
@@ -209,7 +211,7 @@ class RowParallel(CutModule):
         if not self.input_is_parallel:
             tensor = scatter_to(tensor, group=group, dim=-1)
         is_transposed = self.tensor_parallel.cuts["weight"].dim == 0
-        partial_sum = plain_linear(tensor, self.weight, None, is_transposed=is_transposed)
+        partial_sum = linear(tensor, self.weight, None, is_transposed=is_transposed)
         # Added once, after the sum; in the product's dtype, as autocast casts the bias of a plain layer.
         bias = None if self.bias is None else self.bias.to(partial_sum.dtype)
         if self.sequence_dim is None:

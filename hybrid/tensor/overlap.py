@@ -15,24 +15,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.nn import functional
 
 from hybrid.collectives.autograd import copy_to, gather_from, reduce_from, start_all_reduce, start_reduce_scatter
 from hybrid.collectives.group import Group
 from hybrid.tensor.entry import autocast_dtype
+from hybrid.weight_gradients import PutOff, linear, splits, weight_gradient
 
-__all__ = ["overlapped_linear", "plain_linear"]
-
-
-def plain_linear(
-    tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_transposed: bool
-) -> torch.Tensor:
-    """tensor @ weight.T + bias; a transposed weight (of a Conv1D) is (in, out)."""
-    if not is_transposed:
-        return functional.linear(tensor, weight, bias)
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-    return product.view(*tensor.shape[:-1], weight.shape[1])
+__all__ = ["overlapped_linear"]
 
 
 def overlapped_linear(
@@ -44,12 +33,14 @@ def overlapped_linear(
     sequence_dim: int | None,
     is_transposed: bool,
 ) -> torch.Tensor:
-    """`plain_linear` of what an entry makes of `tensor`, for an entry that no other layer shares."""
-    dtype = autocast_dtype(tensor)
+    """`linear` of what an entry makes of `tensor`, for an entry that no other layer shares."""
+    dtype, original = autocast_dtype(tensor), weight
     if dtype is not None:
         tensor, weight = tensor.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    options = _Options(group=group, sequence_dim=sequence_dim, is_transposed=is_transposed)
+    put_off = PutOff.of(original, is_transposed=is_transposed) if splits(original) else None
+    options = _Options(group=group, sequence_dim=sequence_dim, is_transposed=is_transposed, put_off=put_off)
+    weight = weight if put_off is None else weight.detach()
     return cast(torch.Tensor, _OverlappedLinear.apply(tensor, weight, bias, options))
 
 
@@ -58,6 +49,8 @@ class _Options:
     group: Group
     sequence_dim: int | None
     is_transposed: bool
+    put_off: PutOff | None
+    """The gradient of the weight, if it is left to the second half of a split backward."""
 
 
 class _OverlappedLinear(torch.autograd.Function):
@@ -69,9 +62,10 @@ class _OverlappedLinear(torch.autograd.Function):
             tensor = gather_from(tensor, group=options.group, dim=options.sequence_dim, partial=True)
         ctx.options = options
         # Frozen parts: the gradient of one needs the other.
-        ctx.save_for_backward(tensor if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        is_trained = ctx.needs_input_grad[1] or options.put_off is not None
+        ctx.save_for_backward(tensor if is_trained else None, weight if ctx.needs_input_grad[0] else None)
         if bias is None or tensor.dim() <= 2:
-            return plain_linear(tensor, weight, bias, is_transposed=options.is_transposed)
+            return linear(tensor, weight, bias, is_transposed=options.is_transposed)
         # torch's own product with a bias comes as a view, which a function may not return to be written in place.
         columns = weight if options.is_transposed else weight.t()
         output = torch.empty(*tensor.shape[:-1], columns.shape[1], dtype=tensor.dtype, device=tensor.device)
@@ -101,8 +95,10 @@ def _overlapped(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, 
         else:
             finish = start_reduce_scatter(part, group=options.group, dim=options.sequence_dim)
         del part  # it belongs to the collective until `finish`
-    if ctx.needs_input_grad[1]:
-        of_weight = _of_weight(rows, tensor, options)
+    if options.put_off is not None:
+        options.put_off.leave(rows, tensor)
+    elif ctx.needs_input_grad[1]:
+        of_weight = weight_gradient(rows, tensor, is_transposed=options.is_transposed)
     if ctx.needs_input_grad[2]:
         of_bias = rows.sum(0)
     return (finish() if finish is not None else None), of_weight, of_bias
@@ -124,7 +120,8 @@ def _differentiable(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | No
         part = part.view(*gradient.shape[:-1], part.shape[1])
         of_input = reduce_from(part, group=options.group)
     if ctx.needs_input_grad[1]:
-        of_weight = _of_weight(rows, copy_to(tensor, group=options.group), options)
+        tensor = copy_to(tensor, group=options.group)
+        of_weight = weight_gradient(rows, tensor, is_transposed=options.is_transposed)
     if ctx.needs_input_grad[2]:
         of_bias = rows.sum(0)
     return of_input, of_weight, of_bias
@@ -132,8 +129,3 @@ def _differentiable(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | No
 
 def _of_input(rows: torch.Tensor, weight: torch.Tensor, options: _Options) -> torch.Tensor:
     return rows @ weight.t() if options.is_transposed else rows @ weight
-
-
-def _of_weight(rows: torch.Tensor, tensor: torch.Tensor, options: _Options) -> torch.Tensor:
-    inputs = tensor.reshape(-1, tensor.shape[-1])
-    return inputs.t() @ rows if options.is_transposed else rows.t() @ inputs

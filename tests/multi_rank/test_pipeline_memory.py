@@ -68,7 +68,7 @@ def whole_gradients(stage: int, schedule: str, grad_reduce: str) -> tuple[int, i
         def look(_: Any) -> None:
             nonlocal peak, looks
             whole = sum(b.local.numel() * b.local.element_size() for b in engine.buckets if b.local is not None)
-            in_flight = sum(b.numel() * b.element_size() for _, b, _ in engine.reducer._in_flight)
+            in_flight = sum(b.numel() * b.element_size() for _, b, *_ in engine.reducer._in_flight)
             peak, looks = max(peak, whole + in_flight), looks + 1
             assert engine.gradient_bytes() >= whole
 
@@ -83,7 +83,7 @@ def whole_gradients(stage: int, schedule: str, grad_reduce: str) -> tuple[int, i
         return peak, held[0], looks
 
 
-GRADIENTS = [(stage, schedule) for stage in (2, 3) for schedule in ("gpipe", "1f1b", "interleaved")]
+GRADIENTS = [(stage, schedule) for stage in (2, 3) for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1")]
 
 
 def all_whole_gradients() -> dict[Any, tuple[int, int, int]]:

@@ -52,7 +52,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dp_shard": (1, 2),
     "dp_replicate": (1, 2),
     "zero_stage": (0, 1, 2, 3),
-    "schedule": ("1f1b", "gpipe", "interleaved"),
+    "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1"),
     "mb": (4, 2, 3, 1),
     "model": tuple(MODELS),
     "precision": tuple(PRECISIONS),
@@ -66,6 +66,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 # In the default run: what the rest of the suite covers without a pipeline is left to the full run.
 DEFAULT: dict[str, tuple[Any, ...]] = FACTORS | {
+    "schedule": ("1f1b", "gpipe", "interleaved"),  # split backwards have their own file
     "mb": (4, 3, 1),
     "pp": (2, 4),
     "model": ("thrice", "shared"),
@@ -151,7 +152,8 @@ class Record:
 
 def digest(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        value = (str(value.dtype), tuple(value.shape), value.detach().contiguous().view(-1).view(torch.uint8).tolist())
+        bits = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        value = (str(value.dtype), tuple(value.shape), bits)
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 

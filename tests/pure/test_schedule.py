@@ -84,6 +84,21 @@ def test_interleaved_is_the_papers_figure() -> None:
     )
 
 
+def test_zb_h1_is_the_papers_figure() -> None:
+    """arXiv 2401.10241, figure 2, top: four devices, eight micro-batches; first and last device."""
+    made = lines(make_schedule("zb-h1", num_stages=4, num_micro_batches=8))
+    assert made[0] == (
+        "F0.0 F0.1 F0.2 F0.3 I0.0 W0.0 F0.4 I0.1 W0.1 F0.5 I0.2 W0.2 F0.6 I0.3 W0.3 F0.7 I0.4 W0.4 "
+        "I0.5 W0.5 I0.6 W0.6 I0.7 W0.7"
+    )
+    assert made[3] == (
+        "F3.0 I3.0 F3.1 I3.1 F3.2 I3.2 F3.3 I3.3 W3.0 F3.4 I3.4 W3.1 F3.5 I3.5 W3.2 F3.6 I3.6 W3.3 F3.7 I3.7 W3.4 "
+        "W3.5 W3.6 W3.7"
+    )
+    few = lines(make_schedule("zb-h1", num_stages=3, num_micro_batches=1))
+    assert few == ["F0.0 I0.0 W0.0", "F1.0 I1.0 W1.0", "F2.0 I2.0 W2.0"]
+
+
 # ---------------------------------------------------------------- what follows from a schedule
 
 

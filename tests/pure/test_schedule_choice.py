@@ -52,7 +52,7 @@ def test_file_is_read_when_it_is_set(tmp_path: Path) -> None:
             {"degree": 3, "virtual_stages": 2},
             ("2 stages, and degree is 3", "1 chunks per stage, and virtual_st"),
         ),
-        ("F0.0 I0.0 W0.0\nF1.0 I1.0 W1.0", {"accumulate_steps": 1}, ("splits the backward (I, W)", "write B")),
+        ("F0.0 I0.0 W0.0\nF1.0 I1.0", {"accumulate_steps": 1}, ("rank 1 lacks W1.0",)),
         ("F0.0 B0.0\nB1.0 F1.0", {"accumulate_steps": 1}, ("F1.0",)),
         ("F0.0 B0.0\nF1.0", {"accumulate_steps": 1}, ("B1.0",)),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import networkx
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid.contracts.schedule import Schedule, dependencies, make_schedule
+from hybrid.contracts.schedule_check import Transport, check_schedule
 from hybrid.contracts.schedule_text import from_text
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
 from hybrid.errors import StrategyError
@@ -43,6 +44,23 @@ def test_closed_forms_are_for_made_schedules_only() -> None:
     assert closed_form(from_text("schedule name=1f1b\nF0.0 B0.0 F0.1 B0.1")) is not None
     assert closed_form(from_text("F0.0 B0.0 F0.1 B0.1")) is None
     assert closed_form(from_text("schedule name=interleaved\nF0.0 B0.0")) is None
+
+
+def test_zb_h1_has_a_third_of_the_bubble_in_the_memory_of_1f1b() -> None:
+    """Whatever the transport; also in its own closed form, which holds from as many micro-batches as stages on."""
+    for p, m in product((1, 2, 3, 4, 8), (1, 2, 4, 8, 9, 20)):
+        schedule = make_schedule("zb-h1", num_stages=p, num_micro_batches=m)
+        for transport in Transport:
+            check_schedule(schedule, transport=transport)
+        timeline = time_schedule(schedule, forward_seconds=1, backward_seconds=2)
+        assert timeline.max_in_flight == (min(p, m),) * p
+        form = closed_form(schedule)
+        assert (form is None) == (m < p)
+        if form is not None:
+            assert timeline.total_seconds == 3 * m + p - 1
+            assert form.bubble_fraction == pytest.approx(timeline.bubble_fraction, abs=1e-12)
+            assert form.in_flight == timeline.max_in_flight
+        assert timeline.total_seconds <= 3 * (m + p - 1)
 
 
 def test_a_split_backward_fills_the_bubble() -> None:

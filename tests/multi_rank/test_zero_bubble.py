@@ -1,0 +1,136 @@
+"""Schedules that split the backward: the numbers of one process, the work of one backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hybrid
+from hybrid.collectives.deferred import deferred_backend
+from tests.pipeline_models import (
+    VOCABULARY,
+    WIDTH,
+    assert_as_plain,
+    batch_of,
+    build,
+    cross_entropy,
+    make_adamw,
+    own,
+    pipeline_variant,
+)
+from tests.ranks import run_ranks
+
+BATCHES = [batch_of(step) for step in range(2)]
+
+
+def encoder() -> nn.Module:
+    """Attention of torch, whose projections are no modules; a layer that is used twice; a frozen one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        layers = [nn.TransformerEncoderLayer(WIDTH + 1, 4, 20, dropout=0.0, batch_first=True) for _ in range(3)]
+        model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH + 1), *layers, nn.Linear(WIDTH + 1, VOCABULARY))
+    model[2].linear1.requires_grad_(False)
+    return model
+
+
+def thrice() -> nn.Module:
+    return build("thrice")
+
+
+def hooked() -> nn.Module:
+    """Hooks that would show if a gradient came by twice: on a weight that is put off, and on one that is not."""
+    model: Any = encoder()
+    for weight in (model[3].linear2.weight, model[3].norm1.weight):
+        weight.register_hook(lambda gradient: gradient * 0.5)
+    return model
+
+
+def on_two_ranks() -> None:
+    for stage, make in enumerate((encoder, thrice, hooked, thrice)):
+        every = {"grad_reduce": "every_micro_batch"} if stage > 1 else {}
+        assert_as_plain(make, BATCHES, cross_entropy, schedule="zb-h1", stage=stage, mb=4, bucket_bytes=512, **every)
+    assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=3, mb=3, recompute="full")
+    assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=2, mb=1, built="before", clip=0.1)
+    for amp in ({"level": "O2"}, {"level": "O1", "dtype": "float16", "init_loss_scaling": 256.0}):
+        low = {"amp": amp, "stage": 2, "tolerance": 3e-2}
+        assert_as_plain(encoder, BATCHES[:1], cross_entropy, schedule="zb-h1", mb=4, **low)
+    with deferred_backend():
+        assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=3, mb=4)
+    own_order = "F0.0 F0.1 I0.0 I0.1 W0.0 W0.1\nF1.0 B1.0 F1.1 I1.1 W1.1\n"  # some backwards split, some whole
+    assert_as_plain(lambda: build("tied"), BATCHES, cross_entropy, schedule=own_order, mb=2, stage=2)
+
+
+def on_four_ranks() -> None:
+    assert_as_plain(encoder, BATCHES, cross_entropy, pp=4, schedule="zb-h1", mb=6)
+    assert_as_plain(encoder, BATCHES, cross_entropy, pp=4, schedule="zb-h1", mb=2)
+    assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=3, mb=4, reshard_after="run")
+    for recompute in ({}, {"recompute": "selective"}):
+        chain = lambda: build("chain")  # noqa: E731
+        assert_as_plain(chain, BATCHES, cross_entropy, tp=2, schedule="zb-h1", mb=4, **recompute)
+
+
+def test_numbers_of_one_process() -> None:
+    run_ranks(on_two_ranks, 2)
+
+
+def test_numbers_of_one_process_on_four_ranks() -> None:
+    run_ranks(on_four_ranks, 4)
+
+
+def flops_of_a_step(schedule: str, **settings: Any) -> tuple[int, int]:
+    """(flops of matrix products, calls of the blocks) of this rank in one step."""
+    with pipeline_variant(2, schedule=schedule, mb=2, split=(3, 2), **settings) as strategy:
+        model: Any = hybrid.distributed_model(encoder(), strategy=strategy)
+        optimizer = hybrid.distributed_optimizer(make_adamw(model))
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.norm1.register_forward_hook(count)
+        with FlopCounterMode(display=False) as counter:
+            model.train_batch(own(BATCHES[0]), optimizer, loss_fn=cross_entropy)
+        return counter.get_total_flops(), calls
+
+
+def the_work_of_one_backward() -> None:
+    for settings in ({}, {"recompute": "full"}):
+        whole, wanted_calls = flops_of_a_step("1f1b", **settings)
+        split, calls = flops_of_a_step("zb-h1", **settings)
+        assert whole > 0
+        assert split == whole, (split, whole)
+        assert calls == wanted_calls, (calls, wanted_calls)
+
+
+def test_no_work_is_done_twice() -> None:
+    """Two calls of `torch.autograd.grad` would cost 1.4 to 1.7 backwards, and recompute twice."""
+    run_ranks(the_work_of_one_backward, 2)
+
+
+def most_is_put_off() -> None:
+    """Between I and W no whole gradient exists: a stage 2 that held them would be stage 1 in memory."""
+    with pipeline_variant(2, schedule="zb-h1", mb=4, stage=2, split=(3, 2)) as strategy:
+        model: Any = hybrid.distributed_model(encoder(), strategy=strategy)
+        optimizer = hybrid.distributed_optimizer(make_adamw(model))
+        runtime = model.hybrid_runtime
+        left: list[tuple[str, bool]] = []
+        run = runtime.stages.runner._run_part_of_backward
+
+        def watched(action: Any) -> None:
+            run(action)
+            left.append((action.kind.letter, any(bucket.local is not None for bucket in runtime.engine.buckets)))
+
+        runtime.stages.runner._run_part_of_backward = watched
+        model.train_batch(own(BATCHES[0]), optimizer, loss_fn=cross_entropy)
+        assert sum(kind == "I" for kind, _ in left) == 4, left
+        assert not any(has_whole for kind, has_whole in left if kind == "I"), left
+
+
+def test_first_halves_leave_no_whole_gradients() -> None:
+    run_ranks(most_is_put_off, 2)
