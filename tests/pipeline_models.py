@@ -351,6 +351,7 @@ def assert_as_plain(
     built: str = "after",
     tolerance: float = 2e-6,
     clip: float = math.inf,
+    sample: Any = None,
     **settings: Any,
 ) -> None:
     """On each rank: plain torch on the whole batches, then a pipeline on this rank's part; the same numbers, and
@@ -364,7 +365,7 @@ def assert_as_plain(
     with pipeline_variant(pp, gradient_clipping=clip, **settings) as strategy:
         model: Any = make()
         optimizer: Any = make_optimizer(model) if built == "before" else None
-        model = hybrid.distributed_model(model, strategy=strategy)
+        model = hybrid.distributed_model(model, strategy=strategy, sample=sample)
         optimizer = hybrid.distributed_optimizer(optimizer or make_optimizer(model))
         got = []
         for step, batch in enumerate(batches):

@@ -12,12 +12,16 @@ from torch import nn
 
 from hybrid.collectives import ops
 from hybrid.compose.losses import LossFunction
+from hybrid.compose.own_forward import agree, plan_own
+from hybrid.compose.split_backward import split_backward
 from hybrid.contracts.schedule import Schedule
-from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_evenly
-from hybrid.errors import ModelError, StrategyError
+from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_by_names, split_evenly
+from hybrid.errors import StrategyError
 from hybrid.mesh import Mesh
 from hybrid.pipeline.costs import layer_costs, parameter_costs
-from hybrid.pipeline.layers import PipelineLayer
+from hybrid.pipeline.layers import PipelineLayer, is_chain
+from hybrid.pipeline.own_forward import OwnForwardModel
+from hybrid.pipeline.plan import OwnForwardPlan
 from hybrid.pipeline.root_hooks import check_backward_hooks
 from hybrid.pipeline.runner import PipelineRunner
 from hybrid.pipeline.stages import StagedModel, free
@@ -41,10 +45,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStages:
-    """Which layers each chunk has, and the order of work."""
+    """Which layers each chunk has, and the order of work.
+
+    Args:
+        chunks: layers of a chain, or calls of units.
+        schedule: each rank's actions.
+        own_forward: how the model is cut, if it is by its own forward.
+    """
 
     chunks: tuple[range, ...]
     schedule: Schedule
+    own_forward: OwnForwardPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +84,7 @@ class WholeModel:
 class Stages:
     """What a rank does of a pipeline."""
 
-    staged: StagedModel
+    staged: StagedModel | OwnForwardModel
     whole: WholeModel
     schedule: Schedule
     runner: PipelineRunner
@@ -86,7 +97,7 @@ class Stages:
     """Keys of the whole model's state dict, in its order."""
 
     def units(self, model: nn.Module) -> tuple[Unit, ...]:
-        """Every layer of this stage is a unit; a tied parameter belongs to its first one."""
+        """Every layer of this stage is a unit; a tied parameter belongs to its first one. The rest is around them."""
         units: list[Unit] = []
         taken: set[str] = set()
         for name in self.staged.names_here():
@@ -95,11 +106,12 @@ class Stages:
             taken |= set(own)
             if own:
                 units.append(Unit(name=name, fqns=own))
-        return tuple(units)
+        rest = [fqn for fqn in (self.whole.first[fqn] for fqn, _ in model.named_parameters()) if fqn not in taken]
+        return (*units, Unit(name=f"(around {rest[0]})", fqns=tuple(rest))) if rest else tuple(units)
 
     def chunks_of(self, fqns: Sequence[str]) -> tuple[int, ...]:
         """The chunks of this stage that hold a parameter with these names."""
-        return tuple(sorted({self.staged.chunk_of(fqn) for fqn in fqns}))
+        return tuple(sorted({chunk for fqn in fqns for chunk in self.staged.own_chunks_of(fqn)}))
 
     def forget_the_rest(self) -> None:
         """The layers of other stages are not needed any more; parameters that others may hold lose their memory."""
@@ -114,10 +126,11 @@ _NO_SAMPLE = "{} says which layers each chunk has, so a sample would do nothing:
 def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = None) -> PlannedStages | None:
     """Cut the model's layers into chunks; None without a pipeline.
 
-    `sample` is an input of the first layer: the layers' flops are measured on it, without computing anything.
+    `sample` is an input of the first layer: the layers' flops are measured on it, without computing anything. A model
+    that is no chain of layers is called with it.
 
     Raises:
-        ModelError: a model that is no chain of layers.
+        ModelError: no sample of a model that is no chain of layers; one whose forward cannot be followed.
         StrategyError: more chunks than layers, counts that do not add up, a schedule that cannot run.
     """
     settings = resolved.pipeline
@@ -141,12 +154,9 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = N
         except Exception:  # a constructor that cannot run there: numbers of parameters, from what can be built
             return PlannedStages(chunks=model.segments(num_chunks), schedule=schedule)
         return PlannedStages(chunks=model.segments(num_chunks, _costs(model, whole, sample)), schedule=schedule)
-    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
-        raise ModelError(
-            f"pipeline parallel cuts an nn.Sequential or a hybrid.PipelineLayer, and {type(model).__name__} is "
-            "neither: its forward may do anything between its layers. Write it as "
-            "hybrid.PipelineLayer([LayerDesc(...), ...]), or set pipeline_configs.degree = 1"
-        )
+    if not is_chain(model):
+        own = plan_own(model, settings, sample=sample)
+        return PlannedStages(chunks=own.chunks, schedule=schedule, own_forward=own)
     layers = list(_layers(model).values())
     split = settings.split
     if sample is not None and split not in {None, "auto"}:
@@ -155,11 +165,13 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = N
         chunks = split_by_costs(_costs(model, layers, sample), num_chunks)
     elif split == "uniform":
         chunks = split_evenly(len(layers), num_chunks)
+    elif not isinstance(split, str) and isinstance(split[0], str):
+        chunks = split_by_names(list(map(str, split)), list(_layers(model)), num_chunks, setting=_SPLIT)
     elif isinstance(split, str):
         names = [type(layer).__name__ for layer in layers]
         chunks = split_by_marks(names, split.removeprefix("layer:"), num_chunks, setting=_SPLIT)
     else:
-        chunks = split_by_counts(split, len(layers), num_chunks, setting=_SPLIT)
+        chunks = split_by_counts([int(count) for count in split], len(layers), num_chunks, setting=_SPLIT)
     return PlannedStages(chunks=tuple(chunks), schedule=schedule)
 
 
@@ -189,9 +201,13 @@ def all_on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).build(device="meta") if isinstance(model, PipelineLayer) else model
 
 
-def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[StagedModel, WholeModel]:
+def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[StagedModel | OwnForwardModel, WholeModel]:
     """Decide what this rank holds, build it (`PipelineLayer`), and learn what the others hold. *Collective.*"""
     stage, num_stages = mesh.coordinate("pp"), mesh.degree("pp")
+    if planned.own_forward is not None:
+        plan = agree(model, planned.own_forward, mesh)
+        own = OwnForwardModel(model, plan, num_stages=num_stages, stage=stage, device=mesh.device)
+        return own, _whole_of(model, own)
     if isinstance(model, PipelineLayer):
         names = [str(index) for index in range(model.num_layers)]
         call: Callable[[int, Any], Any] = model.run_layer
@@ -208,6 +224,21 @@ def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[Sta
     staged = StagedModel(model, names, planned.chunks, num_stages=num_stages, stage=stage, call=call)
     everyone = ops.all_gather_object(_own_names(model, staged), group=mesh.group("pp"))
     return staged, _join(everyone, staged)
+
+
+def _whole_of(model: nn.Module, staged: OwnForwardModel) -> WholeModel:
+    """Of a model that every rank has whole, before anything is taken out."""
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    first = {fqn: names[id(parameter)] for fqn, parameter in model.named_parameters(remove_duplicate=False)}
+    stages_of: dict[str, set[int]] = {}
+    for fqn, known in first.items():
+        stages_of.setdefault(known, set()).update(staged.stages_of(fqn))
+    return WholeModel(
+        first=first,
+        stages_of={fqn: tuple(sorted(stages)) for fqn, stages in stages_of.items()},
+        order=tuple(names.values()),
+        trainable=tuple(fqn for fqn, parameter in model.named_parameters() if parameter.requires_grad),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,15 +303,17 @@ def _join(everyone: Sequence[Sequence[_Known]], staged: StagedModel) -> WholeMod
 
 def start_pipeline(
     model: nn.Module,
-    layers: tuple[StagedModel, WholeModel],
+    layers: tuple[StagedModel | OwnForwardModel, WholeModel],
     planned: PlannedStages,
     mesh: Mesh,
 ) -> Stages:
     """Take the layers of other stages out of the model, and make the links to the neighbours. *Collective.*"""
     staged, whole = layers
-    names = _all_keys(model, staged, mesh)
+    names = _all_keys(model, staged, mesh) if isinstance(staged, StagedModel) else tuple(model.state_dict())
     gone = staged.remove_the_rest()
-    model.forward = staged.forward
+    if planned.schedule.splits_backward:
+        split_backward(model, mesh.group("tp"))
+    staged.take_over()
     groups = [mesh.another_group("pp", label=f"pp_{way}") for way in ("forward", "backward")]
     headers = [
         group if mesh.backend == "gloo" else mesh.another_group("pp", label=f"{group.axis}_headers", on_host=True)
@@ -294,7 +327,7 @@ def start_pipeline(
         whole=whole,
         schedule=planned.schedule,
         runner=PipelineRunner(transport, num_chunks=staged.num_chunks, forward=staged.run_chunk),
-        loss_fn=getattr(model, "loss_fn", None),
+        loss_fn=getattr(model, "loss_fn", None) if planned.own_forward is None else None,
         elsewhere={id(parameter): parameter for parameter in gone},
         names=names,
     )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from hybrid.compose.batch import num_samples
 from hybrid.compose.losses import LossFunction, add_loss
+from hybrid.compose.own_forward import draw_seed, inputs_and_labels, loss_of
 from hybrid.compose.runtime import Runtime
 from hybrid.contracts.schedule import Action, ActionKind, fewer_micro_batches
 from hybrid.errors import BatchError
+from hybrid.pipeline.own_forward import OwnForwardModel
 
 __all__ = ["evaluate_pipeline", "reduces_after", "train_pipeline"]
 
@@ -42,9 +44,8 @@ def train_pipeline(
     stages, reducer, strategy = runtime.stages, runtime.engine.reducer, runtime.strategy
     assert stages is not None
     stages.runner.begin()
-    loss_fn = _loss_function(runtime, loss_fn)
     micro_batches = [micro_batch for micro_batch in micro_batches if num_samples(micro_batch) > 0]
-    pairs = [_pair(micro_batch) for micro_batch in micro_batches]
+    pairs, loss_fn = _pairs(runtime, micro_batches, loss_fn)
     schedule = fewer_micro_batches(stages.schedule, len(pairs)) if pairs else None
     last = len(micro_batches) - 1
     reducing: list[AbstractContextManager[None]] = []
@@ -63,7 +64,11 @@ def train_pipeline(
             chunk = action.chunk
 
     def before_backward(action: Action) -> None:
-        reduce_now = reduces_after(strategy.grad_reduce, index=action.micro_batch, last=last, step=step)
+        stages.staged.begin_backward(action.chunk, action.micro_batch)
+        # The first half of a split backward gives nothing to reduce.
+        reduce_now = action.kind is not ActionKind.I and reduces_after(
+            strategy.grad_reduce, index=action.micro_batch, last=last, step=step
+        )
         reducer.chunk = action.chunk if len(stages.staged.chunks_here()) > 1 else None
         reducing.append(runtime.reducing(reduce_now))
         reducing[-1].__enter__()
@@ -77,14 +82,15 @@ def train_pipeline(
         # Only the last stage has a loss; the others' scaler must know its scale as well.
         scaler.scale(torch.zeros((), device=runtime.engine.device))
     try:
-        stages.runner.run(
-            schedule.actions[stages.staged.stage] if schedule is not None else (),
-            inputs=lambda micro_batch: pairs[micro_batch][0],
-            loss=loss,
-            before=before,
-            before_backward=before_backward,
-            after_backward=after_backward,
-        )
+        with _batch(runtime, lambda micro_batch: pairs[micro_batch][0]):
+            stages.runner.run(
+                schedule.actions[stages.staged.stage] if schedule is not None else (),
+                inputs=lambda micro_batch: pairs[micro_batch][0],
+                loss=loss,
+                before=before,
+                before_backward=before_backward,
+                after_backward=after_backward,
+            )
     finally:
         while reducing:
             reducing.pop().__exit__(None, None, None)
@@ -98,23 +104,39 @@ def evaluate_pipeline(
     stages = runtime.stages
     assert stages is not None
     stages.runner.begin()
-    loss_fn = _loss_function(runtime, loss_fn)
     pieces = [piece for piece in pieces if num_samples(piece) > 0]
-    pairs = [_pair(piece) for piece in pieces]
+    pairs, loss_fn = _pairs(runtime, pieces, loss_fn)
 
     def loss(micro_batch: int, output: Any) -> torch.Tensor:
         loss = loss_fn(output, pairs[micro_batch][1])
         return add_loss(loss, pieces[micro_batch], totals, runtime.strategy.loss_reduction)
 
-    stages.runner.evaluate(
-        [
-            Action(kind=ActionKind.F, chunk=chunk, micro_batch=micro_batch)
-            for micro_batch in range(len(pieces))
-            for chunk in stages.staged.chunks_here()
-        ],
-        inputs=lambda micro_batch: pairs[micro_batch][0],
-        loss=loss,
-    )
+    actions = [
+        Action(kind=ActionKind.F, chunk=chunk, micro_batch=micro_batch)
+        for micro_batch in range(len(pieces))
+        for chunk in stages.staged.chunks_here()
+    ]
+    with _batch(runtime, lambda micro_batch: pairs[micro_batch][0]):
+        stages.runner.evaluate(actions, inputs=lambda micro_batch: pairs[micro_batch][0], loss=loss)
+
+
+def _batch(runtime: Runtime, inputs: Callable[[int], Any]) -> AbstractContextManager[None]:
+    """For a model that is cut by its own forward, which every chunk calls with the inputs."""
+    assert runtime.stages is not None
+    staged = runtime.stages.staged
+    return staged.batch(inputs, seed=draw_seed(runtime.mesh)) if isinstance(staged, OwnForwardModel) else nullcontext()
+
+
+def _pairs(
+    runtime: Runtime, micro_batches: Sequence[Any], loss_fn: LossFunction | None
+) -> tuple[list[tuple[Any, Any]], LossFunction]:
+    """((what the first layer gets or the model is called with, labels) of each micro-batch, the loss function)."""
+    assert runtime.stages is not None
+    if isinstance(runtime.stages.staged, OwnForwardModel):
+        pairs = [inputs_and_labels(one, has_loss_fn=loss_fn is not None) for one in micro_batches]
+        return pairs, loss_fn if loss_fn is not None else lambda output, _: loss_of(output)
+    loss_fn = _loss_function(runtime, loss_fn)
+    return [_pair(micro_batch) for micro_batch in micro_batches], loss_fn
 
 
 def _loss_function(runtime: Runtime, given: LossFunction | None) -> LossFunction:

@@ -24,6 +24,7 @@ __all__ = [
     "split_by_costs",
     "split_by_counts",
     "split_by_marks",
+    "split_by_names",
     "split_evenly",
 ]
 
@@ -151,6 +152,46 @@ def split_by_marks(
     ends = [marked[chunk.stop - 1] + 1 for chunk in split_evenly(len(marked), num_chunks)]
     ends[-1] = len(names)
     return tuple(range(start, stop) for start, stop in pairwise([0, *ends]))
+
+
+def split_by_names(
+    firsts: Sequence[str], names: Sequence[str], num_chunks: int, *, setting: str = "split"
+) -> tuple[range, ...]:
+    """Chunks that begin at these: the first layer of every chunk but the first.
+
+    Args:
+        firsts: names of layers, or of modules around some, of which the first one is meant.
+        names: of all layers in the order in which they run; one that runs twice stands there twice.
+        num_chunks: how many chunks.
+        setting: where the names stand, for messages.
+
+    Raises:
+        StrategyError: not one name for each chunk but the first, a name that is no layer's, or names that are not in
+            the order of the layers; all that is wrong in one error.
+    """
+    problems = []
+    if len(firsts) != num_chunks - 1:
+        problems.append(
+            f"{setting} = {list(firsts)}: {len(firsts)} names for {num_chunks} pipeline chunks; each chunk but the "
+            f"first begins at one, so {num_chunks - 1} are needed"
+        )
+    bounds = [0]
+    for name in firsts:
+        places = [index for index, other in enumerate(names) if other == name or other.startswith(f"{name}.")]
+        after = [index for index in places if index > bounds[-1]]
+        if not places:
+            known = ", ".join(dict.fromkeys(names))
+            problems.append(f"{setting}: no layer runs under the name {name!r}; those that run are {known}")
+        elif not after:
+            problems.append(
+                f"{setting}: {name!r} is layer {places[0]} in the order in which they run, and the chunk before begins "
+                f"at layer {bounds[-1]}: each chunk must begin behind the one before"
+            )
+        else:
+            bounds.append(after[0])
+    if problems:
+        raise StrategyError(problems)
+    return tuple(range(start, stop) for start, stop in pairwise([*bounds, len(names)]))
 
 
 def split_by_costs(costs: Sequence[float], num_chunks: int) -> tuple[range, ...]:

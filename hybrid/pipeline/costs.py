@@ -23,7 +23,7 @@ from hybrid.pipeline.layer_desc import layer_name
 from hybrid.pipeline.layers import PipelineLayer
 from hybrid.precision.tree import map_tensors
 
-__all__ = ["layer_costs", "parameter_costs"]
+__all__ = ["CPU_ATTENTION_FLOPS", "layer_costs", "parameter_costs"]
 
 
 def layer_costs(layers: nn.Sequential | PipelineLayer | Iterable[nn.Module], sample: Any) -> LayerCosts:
@@ -109,7 +109,7 @@ def _of_pipeline(layers: PipelineLayer) -> list[_Layer]:
 def _run(layer: _Layer, value: Any, fakes: FakeTensorMode, device: torch.device) -> tuple[Any, int]:
     with fakes:
         module = layer.make() if layer.module is None else _fake_copy(layer.module, fakes, device)
-        with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION_FLOPS) as counter:
             return module(value), counter.get_total_flops()
 
 
@@ -142,7 +142,7 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
 
 
 # torch 2.13 has formulas for the attention kernels of GPUs only, and would count none for the CPU's.
-_CPU_ATTENTION = {
+CPU_ATTENTION_FLOPS = {
     operation.overloadpacket: _attention_flops
     for operation in shims.ATTENTION_OPERATIONS
     if operation.name().endswith("_for_cpu")

@@ -33,7 +33,7 @@ from hybrid.pipeline.layer_build import BuildDevice, BuildSettings
 from hybrid.pipeline.layer_desc import LayerDesc, SharedLayerDesc, checked_layers, layer_name
 from hybrid.pipeline.layer_sharing import check_own_modules, check_sharing, places_by_key, tie
 
-__all__ = ["LayerDesc", "PipelineLayer", "SharedLayerDesc"]
+__all__ = ["LayerDesc", "PipelineLayer", "SharedLayerDesc", "is_chain"]
 
 _MARK = "layer:"
 
@@ -295,6 +295,12 @@ class PipelineLayer(nn.Module):
                 f"this PipelineLayer has no {what} yet, for nothing of it is built: give it to "
                 "hybrid.distributed_model first, or call .build()"
             )
+
+
+def is_chain(model: nn.Module) -> bool:
+    """Whether a model is a chain of layers, which is cut between them: this, or a Sequential with the plain forward."""
+    is_sequential = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return is_sequential or isinstance(model, PipelineLayer)
 
 
 def _checked_method(method: Any, names: Sequence[str]) -> str | tuple[int, ...]:

@@ -45,15 +45,19 @@ class _AtOneEnd:
         return self._hook(module, args if self._sees_inputs else _InputsElsewhere(), *rest)
 
 
-def keep_to_the_ends(model: nn.Module, *, runs_first: Callable[[], bool], runs_last: Callable[[], bool]) -> None:
+def keep_to_the_ends(
+    model: nn.Module, *, runs_first: Callable[[], bool], runs_last: Callable[[], bool], inputs_here: bool = False
+) -> None:
     """Put every hook of the user in its place; called before each chunk, since hooks may come at any time.
+
+    `inputs_here`: every chunk is called with the model's own inputs.
 
     Raises:
         ModelError: a backward hook.
     """
     check_backward_hooks(model)
     before, after = shims.forward_hooks(model)
-    for hooks, runs, sees_inputs in ((before, runs_first, True), (after, runs_last, False)):
+    for hooks, runs, sees_inputs in ((before, runs_first, True), (after, runs_last, inputs_here)):
         for key, hook in hooks.items():
             if not _is_ours(hook):
                 hooks[key] = _AtOneEnd(hook, runs, sees_inputs=sees_inputs)

@@ -2,6 +2,8 @@
 
     F  input from the chunk before (or the batch) ─► forward ─► output on to the next chunk (or the loss)
     B  output's gradient from the next chunk (or the loss itself) ─► backward ─► input's gradient back
+    I  as B, but what the gradients of weights need is kept
+    W  the gradients of weights, from what I has kept (`weight_gradients`)
 
 Between F and B of a micro-batch a rank keeps the graph and the input; of the output only the edges at which its
 gradients enter, so that its memory goes as soon as the next rank has it.
@@ -10,6 +12,7 @@ gradients enter, so that its memory goes as soon as the next rank has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +23,7 @@ from hybrid.collectives.ranges import RangeKind, named_range
 from hybrid.contracts.schedule import Action, ActionKind
 from hybrid.pipeline.boundary import put_together, take_apart
 from hybrid.pipeline.transport import Transport
+from hybrid.weight_gradients import WeightGradients, splitting
 
 __all__ = ["PipelineRunner"]
 
@@ -43,14 +47,15 @@ class PipelineRunner:
     Args:
         transport: to the neighbours.
         num_chunks: of the whole model.
-        forward: (chunk, value) -> the chunk's output.
+        forward: (chunk, micro-batch, value) -> the chunk's output.
     """
 
-    def __init__(self, transport: Transport, *, num_chunks: int, forward: Callable[[int, Any], Any]) -> None:
+    def __init__(self, transport: Transport, *, num_chunks: int, forward: Callable[[int, int, Any], Any]) -> None:
         self._transport = transport
         self._last_chunk = num_chunks - 1
         self._forward = forward
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._left: dict[tuple[int, int], WeightGradients] = {}  # between I and W
         self.peak_in_flight = 0
 
     def begin(self) -> None:
@@ -74,23 +79,40 @@ class PipelineRunner:
             inputs: micro-batch -> the value that the first chunk gets.
             loss: (micro-batch, output of the last chunk) -> what backward starts from.
             before: called before each action.
-            before_backward, after_backward: called around each backward.
+            before_backward, after_backward: called around each backward, and each half of one.
         """
-        self._in_flight.clear()
+        self._clear()
+        split = {(action.chunk, action.micro_batch) for action in actions if action.kind is ActionKind.I}
         try:
             for action in actions:
                 before(action)
                 if action.kind is ActionKind.F:
-                    with named_range("forward", action, RangeKind.FORWARD):
+                    is_split = (action.chunk, action.micro_batch) in split
+                    with named_range("forward", action, RangeKind.FORWARD), splitting() if is_split else nullcontext():
                         self._run_forward(action, inputs, loss)
                 else:
                     with named_range("backward", action, RangeKind.BACKWARD):
                         before_backward(action)
-                        self._run_backward(action)
+                        self._run_part_of_backward(action)
                         after_backward(action)
             self._transport.finish()
         finally:
-            self._in_flight.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        self._in_flight.clear()
+        self._left.clear()
+
+    def _run_part_of_backward(self, action: Action) -> None:
+        place = action.chunk, action.micro_batch
+        if action.kind is ActionKind.W:
+            self._left.pop(place).accumulate()
+        elif action.kind is ActionKind.I:
+            self._left[place] = WeightGradients()
+            with self._left[place].collecting():
+                self._run_backward(action)
+        else:
+            self._run_backward(action)
 
     def evaluate(
         self,
@@ -122,7 +144,7 @@ class PipelineRunner:
                     for tensor, wants_gradient in zip(tensors, crossing.wants_gradient, strict=True)
                 ]
             value = put_together(crossing, tensors)
-        output = self._forward(chunk, value)
+        output = self._forward(chunk, micro_batch, value)
         if chunk == self._last_chunk:
             state.loss = loss(micro_batch, output)
         else:
@@ -133,7 +155,7 @@ class PipelineRunner:
             ]
             self._transport.send_activation(chunk, micro_batch, crossing, tensors)
         self._in_flight[chunk, micro_batch] = state
-        self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
+        self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight) + len(self._left))
 
     def _run_backward(self, action: Action) -> None:
         chunk, micro_batch = action.chunk, action.micro_batch

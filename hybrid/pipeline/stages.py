@@ -64,6 +64,7 @@ class StagedModel:
         self._chunk_of = {index: chunk for chunk, layers in enumerate(chunks) for index in layers}
         self._removed: dict[str, nn.Module] = {}
         self.current_chunk: int | None = None
+        self.on_leave: Callable[[], None] = lambda: None
 
     @property
     def num_chunks(self) -> int:
@@ -76,6 +77,11 @@ class StagedModel:
     def chunk_of(self, fqn: str) -> int:
         """The chunk that holds what has this name."""
         return self._chunk_of[self.names.index(fqn.partition(".")[0])]
+
+    def own_chunks_of(self, fqn: str) -> tuple[int, ...]:
+        """The chunks of this stage that hold what has this name."""
+        chunk = self.chunk_of(fqn)
+        return (chunk,) if chunk % self.num_stages == self.stage else ()
 
     def is_here(self, fqn: str) -> bool:
         return self.stage_of(fqn) == self.stage
@@ -144,8 +150,15 @@ class StagedModel:
         """Whether what runs now gives the model's own output."""
         return self.current_chunk == self.num_chunks - 1
 
-    def run_chunk(self, chunk: int, value: Any) -> Any:
-        """Call the model, hooks and all, for one chunk."""
+    def begin_backward(self, chunk: int, micro_batch: int) -> None:
+        """Nothing depends on it here."""
+
+    def take_over(self) -> None:
+        """From now on the model's forward is that of its chunks."""
+        self._model.forward = self.forward
+
+    def run_chunk(self, chunk: int, micro_batch: int, value: Any) -> Any:
+        """Call the model, hooks and all, for one chunk; `value` is what it gets of this micro-batch."""
         keep_to_the_ends(self._model, runs_first=self.runs_first_chunk, runs_last=self.runs_last_chunk)
         before, self.current_chunk = self.current_chunk, chunk
         try:

@@ -7,13 +7,13 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.errors import ModelError, StrategyError
-from hybrid.strategy.resolve import amp_settings, recompute_settings
+from hybrid.strategy.resolve import amp_settings, compile_settings, recompute_settings
 from hybrid.strategy.resolved import PipelineSettings
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ else:
     Model = Any
 
 __all__ = [
+    "Crossing",
     "LayerFacts",
     "Model",
+    "OwnStages",
     "build",
     "check_settings",
     "check_stages",
@@ -33,6 +35,7 @@ __all__ = [
     "facts_of",
     "is_module",
     "layers_of",
+    "own_stages",
     "units_of",
     "whole",
 ]
@@ -57,6 +60,39 @@ class LayerFacts:
     weight: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """One tensor that crosses a cut, on the sample.
+
+    Args:
+        unit: the module that returned it.
+        call: which call of the module that was, from 0.
+        path: where it stands in what the module returned; empty for all of it.
+    """
+
+    unit: str
+    call: int
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnStages:
+    """A model that is cut by its own forward.
+
+    Args:
+        chunks: the calls of units of each chunk.
+        layers: of each call its unit.
+        crossing: of each chunk but the last what crosses the cut behind it.
+    """
+
+    chunks: tuple[range, ...]
+    layers: tuple[LayerFacts, ...]
+    crossing: tuple[tuple[Crossing, ...], ...]
+
+
 def is_module(value: object) -> TypeGuard[Model]:
     """Whether it is a torch module; where torch is not loaded there are none."""
     torch: Any = sys.modules.get("torch")
@@ -64,14 +100,10 @@ def is_module(value: object) -> TypeGuard[Model]:
 
 
 def is_chain(model: Model) -> bool:
-    """Whether a pipeline can cut it: a Sequential whose forward is the plain one, or a list of layers."""
-    from torch import nn  # it is a module, so torch is there
+    """Whether a pipeline cuts it between layers: a Sequential whose forward is the plain one, or a list of layers."""
+    from hybrid.pipeline import layers  # it is a module, so torch is there
 
-    from hybrid.pipeline.layers import PipelineLayer
-
-    return isinstance(model, PipelineLayer) or (
-        isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    )
+    return layers.is_chain(model)
 
 
 def facts_of(model: Model) -> ModelFacts:
@@ -122,6 +154,57 @@ def chunks_of(model: Model, settings: PipelineSettings, *, sample: Any = None) -
     return planned.chunks
 
 
+def own_stages(model: Model, settings: PipelineSettings, *, sample: Any = None) -> OwnStages | None:
+    """How a model is cut that is no chain of layers; None of a chain.
+
+    Raises:
+        StrategyError: fewer calls of units than chunks, a split that does not fit them.
+        ModelError: no sample, or a forward that cannot be followed.
+    """
+    from hybrid.compose import own_forward
+    from hybrid.pipeline.flow import crossing_values
+
+    if is_chain(model):
+        return None
+    plan = own_forward.plan_own(model, settings, sample=sample)
+    own_forward.check_held(model, plan, num_stages=settings.degree)
+    known = dict(model.named_parameters())
+    calls: dict[str, int] = {}
+    numbers = []
+    for call in plan.flow.calls:
+        numbers.append(calls.get(call.unit, 0))
+        calls[call.unit] = numbers[-1] + 1
+    layers = []
+    for call, weight in zip(plan.flow.calls, plan.costs.weights, strict=True):
+        unit = model.get_submodule(call.unit)
+        held = {f"{call.unit}.{fqn}": parameter for fqn, parameter in unit.named_parameters()}
+        held |= {fqn: known[fqn] for fqn in sorted(call.parameters)}
+        layers.append(
+            LayerFacts(
+                name=call.unit,
+                class_name=type(unit).__name__,
+                parameters={fqn: (id(parameter), parameter.numel()) for fqn, parameter in held.items()},
+                forward_flops=call.forward_flops,
+                weight=weight,
+            )
+        )
+    last = {fqn: (id(known[fqn]), known[fqn].numel()) for fqn in sorted(plan.flow.output_parameters)}
+    layers[-1] = replace(layers[-1], parameters={**layers[-1].parameters, **last})
+    crossing = []
+    for places in crossing_values(plan.flow, plan.chunks):
+        sizes = [
+            (plan.flow.calls[index].unit, numbers[index], path, plan.flow.size_of((index, path)))
+            for index, path in places
+        ]
+        crossing.append(
+            tuple(
+                Crossing(unit=unit, call=call, path=path, shape=size.shape, dtype=size.dtype, num_bytes=size.num_bytes)
+                for unit, call, path, size in sizes
+            )
+        )
+    return OwnStages(chunks=plan.chunks, layers=tuple(layers), crossing=tuple(crossing))
+
+
 def check_settings(model: Model, value: Mapping[str, Any], *, is_staged: bool) -> None:
     """That what the values of all settings name or change is in a model that has all of its layers.
 
@@ -136,7 +219,9 @@ def check_settings(model: Model, value: Mapping[str, Any], *, is_staged: bool) -
         recompute=recompute_settings(value),
         grad_dtype=value["grad_dtype"],
         units=value["units"],
-        is_staged=is_staged,
+        is_staged=is_staged and is_chain(model),
+        compiled=compile_settings(value),
+        zero_stage=value["zero_stage"],
     )
 
 

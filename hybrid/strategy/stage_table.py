@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import fsum
 from typing import Any
@@ -13,14 +13,15 @@ from hybrid.contracts.schedule_choice import schedule_name
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
 from hybrid.contracts.stage_split import chunk_rank
 from hybrid.errors import StrategyError
-from hybrid.strategy.live_model import LayerFacts, Model, check_stages, chunks_of, layers_of
+from hybrid.strategy.live_model import Crossing, LayerFacts, Model, check_stages, chunks_of, layers_of, own_stages
 from hybrid.strategy.resolve import WorkedOut
 from hybrid.strategy.resolved import PipelineSettings
-from hybrid.units import format_count
+from hybrid.units import format_bytes, format_count
 
 __all__ = ["ChunkRow", "StageTable", "TiedParameter", "stage_table"]
 
 _MOST_RANKS = 4
+_MOST_VALUES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +69,11 @@ class StageTable:
         backward: forwards that a backward takes as long as.
         units: modules that ZeRO treats as one.
         notes: what else there is to say.
+        crossing: of a model that is cut by its own forward, the tensors that cross the cut behind each chunk.
     """
 
     settings: PipelineSettings
-    method: str | Sequence[int]
+    method: str | Sequence[int] | Sequence[str]
     chunks: tuple[ChunkRow, ...]
     num_parameters: int
     tied: tuple[TiedParameter, ...]
@@ -79,6 +81,7 @@ class StageTable:
     backward: int
     units: tuple[str, ...]
     notes: tuple[str, ...]
+    crossing: tuple[tuple[Crossing, ...], ...] = ()
 
     @property
     def title(self) -> str:
@@ -127,6 +130,11 @@ class StageTable:
         """What is kept, the bubble, ties and notes."""
         if self.timeline is not None:
             yield from self._timing(self.timeline)
+        for chunk, values in enumerate(self.crossing):
+            total = format_bytes(sum(value.num_bytes for value in values))
+            shown = "; ".join(_said(value) for value in values[:_MOST_VALUES])
+            more = f"; and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
+            yield f"behind {self.chunks[chunk].layers[-1]} {total} of the sample cross: {shown}{more}"
         for tied in self.tied:
             if len(tied.stages) > 1:
                 where = f"on stages {_and(tied.stages)}, its gradient summed over them once per step"
@@ -188,6 +196,7 @@ class StageTable:
             "stages": stages,
             "chunks": chunks,
             "tied": [{"names": list(tied.names), "stages": list(tied.stages)} for tied in self.tied],
+            "crossing": [[asdict(value) for value in values] for values in self.crossing],
             "notes": list(self.notes),
         }
 
@@ -221,29 +230,35 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
     try:
         # Of a schedule that cannot be the layers may be wrong as well: split them for one that can.
         can_be = replace(wanted, schedule="1f1b" if wanted.virtual_stages == 1 else "interleaved")
-        chunks = chunks_of(given, can_be, sample=sample)
+        own = own_stages(given, can_be, sample=sample)
+        chunks = own.chunks if own is not None else chunks_of(given, can_be, sample=sample)
     except StrategyError as error:
         raise StrategyError([*problems, *error.problems]) from None
     if problems:
         raise StrategyError(problems)
-    check_stages(whole, chunks, num_stages=degree)
-    layers, note = layers_of(whole, sample=sample)
+    if own is not None:
+        layers, note = own.layers, ""
+    else:
+        check_stages(whole, chunks, num_stages=degree)
+        layers, note = layers_of(whole, sample=sample)
     notes = [note] if note else []
     if schedule is None:
         notes.append("the number of micro-batches follows from the world size: give it to see what is in flight")
     rows = tuple(_row(index, layers[c.start : c.stop], degree, result) for index, c in enumerate(chunks))
+    method: Any = getattr(given, "seg_method", wanted.split or "auto")
     recomputes = result.features["recompute"].value and value["recompute_policy"] == "full"
     backward = 3 if recomputes else 2
     return StageTable(
         settings=wanted,
-        method=getattr(given, "seg_method", wanted.split or "auto"),
+        method=method,
         chunks=rows,
         num_parameters=sum(dict(held for layer in layers for held in layer.parameters.values()).values()),
         tied=tuple(_tied(layers, chunks, degree)),
         timeline=None if schedule is None else _timeline(schedule, [row.weight for row in rows], backward),
         backward=backward,
-        units=tuple(_units(layers, chunks, degree)),
+        units=tuple(dict.fromkeys(_units(layers, chunks, degree))),
         notes=tuple(notes),
+        crossing=own.crossing if own is not None else (),
     )
 
 
@@ -276,14 +291,14 @@ def _row(chunk: int, layers: Sequence[LayerFacts], degree: int, result: WorkedOu
 
 def _tied(layers: Sequence[LayerFacts], chunks: Sequence[range], degree: int) -> Iterator[TiedParameter]:
     stage_of = {index: chunk_rank(chunk, degree) for chunk, held in enumerate(chunks) for index in held}
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[str, None]] = {}
     stages: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
         for name, (which, _) in layer.parameters.items():
-            names.setdefault(which, []).append(name)
+            names.setdefault(which, {})[name] = None
             stages.setdefault(which, set()).add(stage_of[index])
     for which, known in names.items():
-        if len(known) > 1:
+        if len(known) > 1 or len(stages[which]) > 1:
             yield TiedParameter(names=tuple(known), stages=tuple(sorted(stages[which])))
 
 
@@ -296,6 +311,12 @@ def _units(layers: Sequence[LayerFacts], chunks: Sequence[range], degree: int) -
             if own - taken:
                 yield layer.name
             taken |= own
+
+
+def _said(value: Crossing) -> str:
+    turn = f" (call {value.call + 1})" if value.call else ""
+    path = f", {value.path}" if value.path else ""
+    return f"{value.unit}{turn}{path}, {' × '.join(map(str, value.shape)) or 'one number'} of {value.dtype}"
 
 
 def _runs(names: Sequence[str]) -> Iterator[tuple[str, int]]:

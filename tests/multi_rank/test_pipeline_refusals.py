@@ -81,8 +81,8 @@ EARLY: dict[str, tuple[int, Callable[[], nn.Module], dict[str, Any], str]] = {
     "degree-does-not-divide": (4, lambda: linears(8), {"pp": 3}, "degree = 3.*world_size 4"),
     "degrees-above-the-world": (4, lambda: linears(8), {"pp": 4, "tp": 2}, "pp 4.*tp 2 = 8.*world_size 4"),
     "shard-size": (4, lambda: linears(8), {"pp": 2, "stage": 2, "shard_size": 4}, "shard_size = 4.*2"),
-    "model-of-its-own": (2, Own, {"pp": 2}, "nn.Sequential or a hybrid.PipelineLayer.*Own.*degree = 1"),
-    "sequential-with-its-own-forward": (2, lambda: Skipping(*linears(4)), {"pp": 2}, "Skipping"),
+    "model-of-its-own": (2, Own, {"pp": 2}, "Own.*needs a sample.*hybrid.PipelineLayer.*degree = 1"),
+    "sequential-with-its-own-forward": (2, lambda: Skipping(*linears(4)), {"pp": 2}, "Skipping.*sample"),
 }  # fmt: skip
 
 

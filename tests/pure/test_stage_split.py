@@ -15,6 +15,7 @@ from hybrid.contracts.stage_split import (
     split_by_costs,
     split_by_counts,
     split_by_marks,
+    split_by_names,
     split_evenly,
 )
 from hybrid.errors import StrategyError
@@ -209,3 +210,20 @@ def test_costs_weigh_flops_or_else_parameters() -> None:
     costs = LayerCosts(layers=(embedding, block, unknown), note="Odd cannot run")
     assert not costs.is_measured
     assert costs.weights == (100, 10, 7)
+
+
+def test_names_begin_chunks_and_a_module_around_layers_means_its_first() -> None:
+    """One that runs twice may be named for its second turn; all that does not fit is said at once."""
+    names = ["embed", "encoder.0", "encoder.1", "embed", "decoder.0", "head"]
+    assert split_by_names(["encoder.1", "decoder"], names, 3) == (range(2), range(2, 4), range(4, 6))
+    assert split_by_names(["encoder", "embed"], names, 3) == (range(1), range(1, 3), range(3, 6))
+    with pytest.raises(StrategyError) as caught:
+        split_by_names(["decoder.0", "encoder.0", "tail"], names, 3)
+    wrong_number, wrong_order, unknown = caught.value.problems
+    assert "3 names for 3 pipeline chunks" in wrong_number
+    assert "so 2 are needed" in wrong_number
+    assert "'encoder.0' is layer 1" in wrong_order
+    assert "begins at layer 4" in wrong_order
+    assert "no layer runs under the name 'tail'; those that run are embed, encoder.0" in unknown
+    with pytest.raises(StrategyError, match="'embed' is layer 0"):
+        split_by_names(["embed"], ["embed", "head"], 2)

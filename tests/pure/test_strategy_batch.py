@@ -217,7 +217,7 @@ def test_a_pipeline_that_cannot_run_is_refused_before_anything_starts(configs: d
     refused({"pipeline": True, "pipeline_configs": configs}, 4, words)
 
 
-@pytest.mark.parametrize("split", ["half", "layer:", [], [0, 2], ["a"], 3])
+@pytest.mark.parametrize("split", ["half", "layer:", [], [0, 2], ["a", 2], [" "], 3])
 def test_a_split_of_another_form_is_refused(split: Any) -> None:
     with pytest.raises(StrategyError, match=r"pipeline_configs\.split = "):
         DistributedStrategy(pipeline=True, pipeline_configs={"degree": 2, "split": split})

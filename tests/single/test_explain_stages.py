@@ -26,6 +26,7 @@ from hybrid.errors import ModelError, StrategyError
 from hybrid.strategy.explain import explanation
 from hybrid.strategy.live_model import layers_of
 from hybrid.strategy.stage_table import StageTable
+from tests.own_forward_models import build
 
 APP = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 APP.command()(explain)
@@ -239,6 +240,24 @@ def test_without_a_pipeline() -> None:
         hybrid.DistributedStrategy().explain(2, sample=SAMPLE)
 
 
+def test_a_model_that_is_no_chain_shows_what_crosses() -> None:
+    """Each value with the unit that returned it and its bytes; a parameter outside units is held where it reaches."""
+    table = stages(piped(split=["blocks.2"]), build("nano"), 2, sample=torch.zeros(2, 8, dtype=torch.long))
+    assert [row.layers for row in table.chunks] == [("words", "blocks.0", "blocks.1"), ("blocks.2", "blocks.3")]
+    block = 3 * 16 * 16 + 16 * 16 + 2 * 16 * 24 + 4 * 16 + 24 + 16 + 4 * 16  # attention, feed-forward, biases, norms
+    words, positions = 37 * 16, 16 * 16
+    assert [row.num_parameters for row in table.chunks] == [words + positions + 2 * block, words + 2 * block]
+    flops = 2 * 16 * (4 * 16 * 16 + 2 * 16 * 24) + 2 * 2 * 2 * 2 * 8 * 8 * 8  # products with weights, and attention
+    assert [row.forward_flops for row in table.chunks] == [2 * flops] * 2
+    assert [(tied.names, tied.stages) for tied in table.tied] == [(("words.weight",), (0, 1))]
+    text = "\n".join(table.remarks())
+    assert "behind blocks.1 1 KiB of the sample cross: blocks.1, 2 × 8 × 16 of float32" in text, text
+    ((crossing,),) = table.to_dict()["crossing"]
+    assert crossing == {
+        "unit": "blocks.1", "call": 0, "path": "", "shape": (2, 8, 16), "dtype": "float32", "num_bytes": 1024,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model", "strategy", "words"),
     [
@@ -246,7 +265,7 @@ def test_without_a_pipeline() -> None:
         (listed, piped(2, split="uniform"), "a PipelineLayer, which has its own seg_method"),
         (chain, piped(2, split=[3, 3]), "the counts add up to 6, the model has 7 layers"),
         (chain, piped(2, split="layer:Bloc2"), "no layer of that class"),
-        (Block, piped(2), "cuts an nn.Sequential or a hybrid.PipelineLayer, and Block is neither"),
+        (Block, piped(2), "cuts a Block by its own forward, and needs a sample of its inputs"),
     ],
 )
 def test_refusals_are_those_of_distributed_model(model: Any, strategy: Any, words: str) -> None:

@@ -1,0 +1,116 @@
+"""One call of a unit without values: on fake tensors, or, where that cannot be, on zeros."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybrid import shims
+from hybrid.errors import ModelError
+from hybrid.pipeline.costs import CPU_ATTENTION_FLOPS
+from hybrid.pipeline.outline import tensors_by_path
+from hybrid.pipeline.skeleton import FakeTensorMode, fake_like
+from hybrid.precision.tree import map_tensors
+
+__all__ = ["fake_input", "run_without_values"]
+
+# (operation, positional, keyword arguments) -> None
+_Note = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+
+
+def run_without_values(
+    name: str,
+    unit: nn.Module,
+    own: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    fakes: FakeTensorMode,
+    note: _Note,
+) -> tuple[Any, int]:
+    """(what a unit returns, its flops).
+
+    Args:
+        name, unit: the unit, with fake parameters.
+        own: its call.
+        args, kwargs: with fake tensors.
+        fakes: their mode.
+        note: is told every operation inside.
+
+    Raises:
+        ModelError: the unit runs in neither way.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+    try:
+        with fakes, _Inside(note), counter:
+            return own(*args, **kwargs), counter.get_total_flops()
+    except Exception as error:
+        try:
+            return _on_zeros(unit, args, kwargs, fakes)
+        except Exception:
+            reason = (str(error).splitlines() or [""])[0]
+            raise ModelError(
+                f"{name!r} runs neither on tensors without values nor on zeros, so what it returns is not known before "
+                f"the training ({type(error).__name__}: {reason}). Write the model as a hybrid.PipelineLayer, or set "
+                "pipeline_configs.degree = 1"
+            ) from error
+
+
+class _Inside(shims.TorchDispatchMode):
+    """Shows what operations inside a unit read."""
+
+    def __init__(self, note: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._note(func, args, kwargs or {})
+        if func is shims.GROUPED_PRODUCT.default:
+            left, right = args[:2]  # torch 2.13 knows the result on fake tensors in bfloat16 only
+            if left.dim() == 2 and right.dim() == 3:
+                return left.new_empty(left.shape[0], right.shape[2])
+        return func(*args, **(kwargs or {}))
+
+
+def _on_zeros(unit: nn.Module, args: Any, kwargs: Any, fakes: FakeTensorMode) -> tuple[Any, int]:
+    """A copy of the unit with zeros everywhere: the memory and the time of the unit, and values that mean nothing."""
+    tensors = [*unit.parameters(), *unit.buffers()]
+    zeros = {id(tensor): _zeros_like(tensor) for tensor in (*tensors, *tensors_by_path(args, kwargs).values())}
+    real = copy.deepcopy(unit, {id(tensor): zeros[id(tensor)] for tensor in tensors})
+    counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+    with counter:
+        output = real(*map_tensors(args, lambda t: zeros[id(t)]), **map_tensors(kwargs, lambda t: zeros[id(t)]))
+    # What it returned as it came goes on as what the caller had.
+    back = {id(zeros[id(tensor)]): tensor for tensor in tensors_by_path(args, kwargs).values()}
+    for tensor in tensors_by_path((output,), {}).values():
+        if id(tensor) not in back:
+            back[id(tensor)] = fake_input(tensor, fakes)
+    return map_tensors(output, lambda tensor: back[id(tensor)]), counter.get_total_flops()
+
+
+def _grouped_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    """[tokens, k] × [groups, k, n], each token with one group."""
+    return 2 * prod(left) * right[-1]
+
+
+_FLOPS = {**CPU_ATTENTION_FLOPS, shims.GROUPED_PRODUCT: _grouped_flops}
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(zeros, requires_grad=tensor.requires_grad)
+    return zeros.requires_grad_().clone() if tensor.requires_grad else zeros
+
+
+def fake_input(tensor: torch.Tensor, fakes: FakeTensorMode) -> torch.Tensor:
+    fake = fake_like(tensor, fakes)
+    return fake.requires_grad_().clone() if tensor.requires_grad else fake

@@ -1,0 +1,52 @@
+"""Objects of classes that nobody can walk through, which would carry tensors past everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid.errors import ModelError
+from hybrid.pipeline.skeleton import is_fake
+
+__all__ = ["check_objects"]
+
+
+def check_objects(unit: str, value: Any, what: str) -> None:
+    """Raises ModelError: tensors in an object that nobody can walk through."""
+    for found in _objects(value):
+        if any(isinstance(item, torch.Tensor) and is_fake(item) for item in _held_by(found)):
+            raise ModelError(
+                f"{unit!r} {what} a {type(found).__name__} that holds tensors: what is in an object of a class of its "
+                "own cannot be followed from stage to stage. Make the class a dataclass, or pass tensors in dicts, "
+                "lists and tuples"
+            )
+
+
+def _objects(value: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def walk(item: Any) -> None:
+        if isinstance(item, torch.Tensor | str | bytes | int | float | complex | type | torch.dtype | torch.device):
+            return
+        if isinstance(item, dict):
+            for one in item.values():
+                walk(one)
+        elif isinstance(item, list | tuple):
+            for one in item:
+                walk(one)
+        elif item is not None and not hasattr(type(item), "__dataclass_fields__"):
+            found.append(item)
+
+    walk(value)
+    return found
+
+
+def _held_by(thing: Any, depth: int = 2) -> Iterator[Any]:
+    for item in list(getattr(thing, "__dict__", {}).values()):
+        for one in item if isinstance(item, list | tuple) else item.values() if isinstance(item, dict) else (item,):
+            yield one
+            if depth > 1 and not isinstance(one, torch.Tensor | nn.Module | type):
+                yield from _held_by(one, depth - 1)

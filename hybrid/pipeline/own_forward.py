@@ -1,0 +1,269 @@
+"""A model that is cut by its own forward: what a rank holds of it, and how a chunk runs.
+
+Each chunk runs the unmodified forward. Of the calls of units that it makes
+
+    calls of chunks before        return what crossed the cut, or a tensor like it without values
+    own calls                     run; behind the last one the chunk leaves the forward, unless it is the last chunk
+    calls of chunks behind        are not reached
+
+and everything between the calls, modules without parameters too, runs in every chunk. Random state is set at the
+beginning of a forward and behind each call, from the step, the micro-batch and the number of the call, so that what
+is drawn between calls is the same in every chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid import shims
+from hybrid.errors import ModelError
+from hybrid.pipeline.boundary import memories_of
+from hybrid.pipeline.caches import without_cache
+from hybrid.pipeline.chunk_run import ChunkRun
+from hybrid.pipeline.fast_paths import slow_paths
+from hybrid.pipeline.holders import Holders
+from hybrid.pipeline.outline import Returned
+from hybrid.pipeline.plan import OwnForwardPlan
+from hybrid.pipeline.root_hooks import keep_to_the_ends
+from hybrid.pipeline.shells import Shells
+from hybrid.pipeline.unit_class import watch_calls
+from hybrid.pipeline.ways import Ways
+from hybrid.precision.tree import map_tensors
+
+__all__ = ["OwnForwardModel"]
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Leave(BaseException):
+    """Ends a forward behind the last call of a chunk. No Exception, which a model may catch."""
+
+
+class OwnForwardModel:
+    """One model over the stages of a pipeline, cut by its own forward.
+
+    Args:
+        model: with all of its parameters.
+        plan: how it is cut.
+        num_stages, stage: of the pipeline; this rank's.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: OwnForwardPlan, *, num_stages: int, stage: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self.chunks = plan.chunks
+        self.num_stages, self.stage = num_stages, stage
+        self.names = plan.units
+        self._device = device
+        self._holders = Holders(model, plan.units, plan.flow, plan.chunks)
+        self._ways = Ways(model, plan, self._holders)
+        self._known: dict[Returned, Returned] = {}
+        self._run: ChunkRun | None = None
+        self._backward_of: tuple[int, int] = (0, 0)
+        self._seed = 0
+        self.on_leave: Callable[[], None] = lambda: None
+        """Called when a chunk leaves the forward in its middle."""
+        self._forward: Callable[..., Any] = model.forward
+        self._batch: Callable[[int], Inputs] | None = None
+        self._shells = Shells(
+            model,
+            lambda module, name: any(self._is_own(c) for c in self._holders.of_slot(module, name)),
+            device=device,
+            is_running=lambda: self._run is not None,
+        )
+
+    # -- what is where ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks)
+
+    def _is_own(self, chunk: int) -> bool:
+        return chunk % self.num_stages == self.stage
+
+    def chunks_of(self, fqn: str) -> tuple[int, ...]:
+        """The chunks that hold what has this name."""
+        return self._holders.of(fqn)
+
+    def own_chunks_of(self, fqn: str) -> tuple[int, ...]:
+        """Those of this stage."""
+        return tuple(chunk for chunk in self._holders.of(fqn) if self._is_own(chunk))
+
+    def chunk_of(self, fqn: str) -> int:
+        """The first of them."""
+        return self._holders.of(fqn)[0]
+
+    def stages_of(self, fqn: str) -> tuple[int, ...]:
+        """The stages that hold what has this name."""
+        return tuple(sorted({chunk % self.num_stages for chunk in self._holders.of(fqn)}))
+
+    def is_here(self, fqn: str) -> bool:
+        """Whether this stage holds it; what stands around units is everywhere."""
+        held = self._holders.of(fqn)
+        return not held or any(map(self._is_own, held))
+
+    def chunks_here(self) -> tuple[int, ...]:
+        """The chunks on this stage."""
+        return tuple(range(self.stage, self.num_chunks, self.num_stages))
+
+    def names_here(self) -> list[str]:
+        """Names of the units on this stage."""
+        return [name for name in self.names if self.is_here(name)]
+
+    def remove_the_rest(self) -> list[nn.Parameter]:
+        """Take the parameters of other stages out of the model; returns those that nothing here holds now."""
+        return self._shells.remove()
+
+    def take_over(self) -> None:
+        """From now on the model's forward is that of its chunks. Behind all that looks at classes of modules."""
+        watch_calls({name: self._model.get_submodule(name) for name in self.names}, self._called)
+        self._forward = self._model.forward
+        self._model.forward = self.forward
+
+    def all_layers(self) -> AbstractContextManager[None]:
+        """Inside, the model has the parameters of all stages again (to be initialised in order, on the meta device)."""
+        return self._shells.put_back()
+
+    def forget_the_rest(self) -> None:
+        """Let go of the parameters of other stages."""
+        self._shells.forget()
+
+    # -- one forward -----------------------------------------------------------------------------------------------
+
+    def runs_first_chunk(self) -> bool:
+        return self._run is not None  # every chunk gets the model's own inputs
+
+    def runs_last_chunk(self) -> bool:
+        """Whether what runs now gives the model's own output."""
+        return self._run is not None and self._run.is_last
+
+    def begin_backward(self, chunk: int, micro_batch: int) -> None:
+        """The backward of this chunk begins: recompute draws again what its forward drew."""
+        self._backward_of = (chunk, micro_batch)
+
+    @contextmanager
+    def batch(self, inputs: Callable[[int], Inputs], *, seed: int) -> Iterator[None]:
+        """Inside, chunks run on this batch.
+
+        Args:
+            inputs: micro-batch -> what the model is called with.
+            seed: where random numbers come from, equal on all ranks of a pipeline; afterwards they go on as before.
+        """
+        devices = [self._device] if self._device.type == "cuda" else []
+        self._seed, self._batch = seed, inputs
+        try:
+            with torch.random.fork_rng(devices=devices):
+                yield
+        finally:
+            self._batch = None
+
+    def run_chunk(self, chunk: int, micro_batch: int, value: Any) -> Any:
+        """Call the model, hooks and all, for one chunk.
+
+        Args:
+            value: what the chunk before returned; of no meaning for the first.
+
+        Returns:
+            Of the last chunk the model's output; of others what the next one gets.
+
+        Raises:
+            ModelError: a forward that goes another way than the run on tensors without values.
+        """
+        keep_to_the_ends(
+            self._model, runs_first=self.runs_first_chunk, runs_last=self.runs_last_chunk, inputs_here=True
+        )
+        assert self._batch is not None
+        args, kwargs = self._batch(micro_batch)
+        way = self._ways.of(args, kwargs, model=self._model)
+        if way.flow.writes_inputs:
+            args, kwargs = (map_tensors(one, torch.clone) for one in (args, kwargs))
+        run = ChunkRun(
+            way=way,
+            chunk=chunk,
+            micro_batch=micro_batch,
+            device=self._device,
+            batch=memories_of((args, kwargs)),
+            known=self._known,
+        )
+        if chunk > 0:
+            run.receive(value)
+        self._run = run
+        self._draw_from(-1, micro_batch)
+        try:
+            with slow_paths():
+                return self._model(*args, **kwargs)
+        finally:
+            self._run = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model on this rank.
+
+        Raises:
+            ModelError: the model was called by hand.
+        """
+        run = self._run
+        if run is None:
+            raise ModelError(
+                f"this rank holds stage {self.stage} of {self.num_stages} of the model, which cannot run by itself: "
+                "use model.train_batch or model.eval_batch, on all ranks"
+            )
+        try:
+            output = self._forward(*args, **kwargs)
+        except _Leave:
+            self.on_leave()
+            return run.outgoing(self._model)
+        if run.next_call < len(run.way.flow.calls):
+            run.refuse("ends")
+        return output
+
+    def _called(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        if run is None:
+            return self._called_again(name, own, args, kwargs) if shims.in_backward() else own(*args, **kwargs)
+        if run.is_inside:  # a unit that runs inside another one is part of that
+            return own(*args, **kwargs)
+        index = run.begin_call(name)
+        if index < run.calls.start:
+            output = run.returned_elsewhere(index, args, kwargs)
+        else:
+            args = tuple(without_cache(name, f"argument {place}", value) for place, value in enumerate(args))
+            kwargs = {key: without_cache(name, key, value) for key, value in kwargs.items()}
+            run.is_inside = True
+            try:
+                output = own(*args, **kwargs)
+            finally:
+                run.is_inside = False
+            if not run.is_last:
+                output = run.note_output(index, args, kwargs, output)
+        self._draw_from(index, run.micro_batch)
+        if index == run.calls.stop - 1 and not run.is_last:
+            raise _Leave
+        return output
+
+    def _called_again(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In a backward: by a checkpoint that the model itself has put around the unit, or around more."""
+        chunk, micro_batch = self._backward_of
+        index = next(self._ways.calls_of(name, chunk), None)
+        if index is None:
+            raise ModelError(
+                f"a checkpoint (recompute) in the model's own code covers {name!r} together with units of other "
+                "pipeline chunks, and runs it again in backward, where it is not: checkpoint single units, or use "
+                "strategy.recompute"
+            )
+        output = own(*args, **kwargs)
+        self._draw_from(index, micro_batch)
+        return output
+
+    def _draw_from(self, index: int, micro_batch: int) -> None:
+        """Set the random state to what follows call `index` (-1: the beginning) of a micro-batch in this step."""
+        seed = (self._seed + micro_batch * 0x9E3779B97F4A7C15 + (index + 2) * 0xBF58476D1CE4E5B9) % 2**63
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(seed)

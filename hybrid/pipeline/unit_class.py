@@ -1,0 +1,61 @@
+"""Who calls a unit is told to somebody first, who decides what is called: the unit, or something in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["OnCall", "watch_calls", "with_stand_in"]
+
+# (name of the unit, its own call, positional and keyword arguments) -> what the caller gets.
+OnCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def watch_calls(units: Mapping[str, nn.Module], on_call: OnCall) -> None:
+    """Give each unit a class that asks `on_call`. It is outside of everything: hooks, recompute, casts.
+
+    A class and not a hook, since a hook cannot take the place of a call, and no instance attribute, since Python looks
+    `__call__` up in the class.
+    """
+    classes: dict[type, type] = {}
+    names: dict[int, str] = {id(unit): name for name, unit in units.items()}
+    for unit in units.values():
+        base = type(unit)
+        if base not in classes:
+            classes[base] = _watching(base, names, on_call)
+        unit.__class__ = classes[base]
+
+
+def _watching(base: Any, names: Mapping[int, str], on_call: OnCall) -> type:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def own(*args: Any, **kwargs: Any) -> Any:
+            return base.__call__(self, *args, **kwargs)
+
+        name = names.get(id(self))  # None of a copy
+        return own(*args, **kwargs) if name is None else on_call(name, own, args, kwargs)
+
+    return _subclass(base, {"__call__": call})
+
+
+def with_stand_in(module: nn.Module, stand_in: Callable[[], nn.Parameter | None]) -> None:
+    """While a forward runs, a module that holds no parameter here has one: `next(module.parameters()).device`."""
+    base: Any = type(module)
+
+    def parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
+        found = False
+        for parameter in base.parameters(self, recurse):
+            found = True
+            yield parameter
+        other = None if found else stand_in()
+        if other is not None:
+            yield other
+
+    module.__class__ = _subclass(base, {"parameters": parameters})
+
+
+def _subclass(base: Any, methods: dict[str, Any]) -> type:
+    """Under the name of the class itself: code that asks for a module's class by name finds what it looks for."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), names | methods)

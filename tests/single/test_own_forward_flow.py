@@ -1,0 +1,316 @@
+"""What is seen of a forward before it is cut: which values reach what, and which ones cannot be followed.
+
+All of it on one process, without values: the plan is made before a process group exists.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hybrid.compose.own_forward import check_held, plan_own
+from hybrid.errors import ModelError, StrategyError
+from hybrid.pipeline.flow import crossing_values
+from hybrid.pipeline.plan import OwnForwardPlan
+from tests.own_forward_models import MODELS, build
+
+
+def settings(num_chunks: int = 2, split: Any = None) -> Any:
+    return SimpleNamespace(num_chunks=num_chunks, split=split, degree=num_chunks)
+
+
+def plan(model: nn.Module, sample: Any, num_chunks: int = 2, split: Any = None) -> OwnForwardPlan:
+    return plan_own(model, settings(num_chunks, split), sample=sample)
+
+
+def crossing(found: OwnForwardPlan) -> list[list[str]]:
+    return [
+        [f"{found.flow.calls[index].unit}{':' if path else ''}{path}" for index, path in places]
+        for places in crossing_values(found.flow, found.chunks)
+    ]
+
+
+class Blocks(nn.Module):
+    """Four blocks; what happens between them is up to the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for place, block in enumerate(self.blocks):
+            x = self.between(place, x, block)
+        return x
+
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        return block(x)
+
+
+class Block(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+X = torch.randn(3, 4)
+
+
+# ---- what is followed ------------------------------------------------------------------------------------------------
+
+
+def test_skips_cross_every_cut_between_their_ends() -> None:
+    """A U-Net: what goes down is needed when it comes up again, over all stages in between; one layer runs twice."""
+    found = plan(build("unet"), MODELS["unet"].batch(0)[0], 4, split=["downs.1", "mix", "ups"])
+    calls = [call.unit for call in found.flow.calls]
+    assert calls == ["enter", "downs.0", "downs.1", "middle", "mix", "mix", "ups.0", "ups.1", "leave"]
+    assert crossing(found) == [["downs.0"], ["downs.0", "downs.1", "middle"], ["downs.0", "downs.1", "mix", "mix"]]
+    # `act` writes what `enter` returned, and `x += ...` what `mix` returned: both must cross as they were returned.
+    assert found.flow.written == {(0, ""), (4, "")}
+    assert found.flow.calls[6].parameters == found.flow.calls[7].parameters == {"scale"}
+
+
+def test_masks_and_positions_are_computed_on_every_stage() -> None:
+    """One tensor crosses each cut of a decoder: positions have done their part, a causal mask is local."""
+    found = plan(build("demo"), MODELS["demo"].batch(0)[0], 4)
+    assert crossing(found) == [["blocks.0"], ["blocks.2"], ["norm"]]
+    assert [call.unit for call in found.flow.calls][:2] == ["embedding", "position"]
+    assert found.flow.calls[2].reads == {(0, ""), (1, "")}
+
+
+def test_parameters_outside_units_are_held_where_they_reach() -> None:
+    """Positions are added behind the embedding, and its weight is the head: the first stage has one, both the other."""
+    found = plan(build("nano"), MODELS["nano"].batch(0)[0])
+    assert found.flow.calls[1].parameters == {"positions"}
+    assert found.flow.output_parameters == {"words.weight"}
+
+
+def test_a_memory_that_is_filled_piece_by_piece_carries_all_of_them() -> None:
+    """Protects against a value that reaches others through a buffer that code outside units has made itself."""
+
+    class Collecting(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = torch.zeros(2, *x.shape)
+            found[0] = self.blocks[0](x)
+            found[1] = self.blocks[1](x)
+            return self.blocks[3](self.blocks[2](x) + found.sum(0))
+
+    found = plan(Collecting(), X, split=[2, 2])
+    assert crossing(found) == [["blocks.0", "blocks.1"]]
+    assert found.flow.calls[2].reads == frozenset()
+
+
+def test_what_a_unit_returns_as_it_got_it_does_not_cross() -> None:
+    """A mask that goes along is at hand on every stage."""
+
+    class Pair(Block):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x) * mask, mask
+
+    class Passing(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Pair() for _ in range(4))
+
+        def between(self, place: int, x: Any, block: nn.Module) -> Any:
+            return block(*(x if isinstance(x, tuple) else (x, torch.ones(3, 1))))
+
+    found = plan(Passing(), X)
+    assert [call.passes for call in found.flow.calls] == [(("1", "1"),)] * 4
+    assert crossing(found) == [["blocks.1:0"]]
+
+
+def test_statistics_are_units_even_without_parameters() -> None:
+    """BatchNorm(affine=False) writes buffers: run on every stage, it would count what it did not see."""
+
+    class Counting(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, affine=False)
+
+        def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+            return block(self.norm(x) if place == 1 else x)
+
+    found = plan(Counting(), X)
+    assert [call.unit for call in found.flow.calls] == ["blocks.0", "norm", "blocks.1", "blocks.2", "blocks.3"]
+    assert {"norm.running_mean", "norm.running_var"} <= found.flow.written_buffers
+
+    class Twice(Counting):
+        def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+            return block(self.norm(x))
+
+    model = Twice()
+    found = plan(model, X)
+    with pytest.raises(ModelError, match=r"'norm\.\w+' is written .* on pipeline stages 0 and 1"):
+        check_held(model, found, num_stages=2)
+
+
+def test_units_may_look_at_their_values() -> None:
+    """As experts do, which choose tokens: such a unit is run on zeros, to see what it returns."""
+
+    class Choosing(Block):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:  # type: ignore[override]
+            chosen = (x.sum(1) >= 0).nonzero().flatten()
+            return {"x": torch.zeros_like(x).index_add(0, chosen, super().forward(x[chosen])), "mask": mask}
+
+    class Mixture(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Choosing() for _ in range(4))
+
+        def between(self, place: int, x: Any, block: nn.Module) -> Any:
+            return block(**(x if isinstance(x, dict) else {"x": x, "mask": torch.ones(3)}))
+
+    found = plan(Mixture(), X)
+    assert [call.passes for call in found.flow.calls] == [(("mask", "mask"),)] * 4
+    assert crossing(found) == [["blocks.1:x"]]
+    assert dict(found.flow.calls[0].values)["x"].shape == (3, 4)
+
+
+def test_masks_may_be_looked_at_and_a_model_without_blocks_is_taken_apart() -> None:
+    """What depends on the inputs alone has values; a wrapper around everything is no unit."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Module()
+            self.inner.first, self.inner.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            first = self.inner.first(x)
+            return self.inner.second(first * mask if bool(mask.any()) else first)
+
+    found = plan(Wrapper(), {"x": X, "mask": torch.ones(3, 1)})
+    assert [call.unit for call in found.flow.calls] == ["inner.first", "inner.second"]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Deciding(Blocks):
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        return block(x) if place < 2 or x.sum() > 0 else x
+
+
+class Keeping(Blocks):
+    """An auxiliary loss as an attribute."""
+
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        return block(x) + (self.blocks[0].kept if place == 3 else 0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Kept() for _ in range(4))
+
+
+class Kept(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = super().forward(x)
+        return self.kept * 2
+
+
+class Recording(Blocks):
+    """As `output_hidden_states` of transformers does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        seen: list[torch.Tensor] = []
+        hooks = [block.register_forward_hook(lambda m, args, output: seen.append(output)) for block in self.blocks]
+        x = super().forward(x)
+        for hook in hooks:
+            hook.remove()
+        return x + torch.stack(seen).sum(0)
+
+
+class Overwriting(Blocks):
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        return block(x) + x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlace() for _ in range(4))
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(functional.relu_(x))
+
+
+class Cached(Blocks):
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        return block(x, SimpleNamespace(get_seq_length=lambda: 5))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Takes() for _ in range(4))
+
+
+class Takes(Block):
+    def forward(self, x: torch.Tensor, other: Any = None) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Hiding(Cached):
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        return block(x, SimpleNamespace(memory=x))
+
+
+class Training(Blocks):
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return block(x * self.scale)
+
+
+class Counted(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        self.count += 1
+        return block(x)
+
+
+class Uncopied(Blocks):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("holds a file")
+
+
+REFUSED: dict[str, tuple[type[Blocks], Any, str]] = {
+    "no-sample": (Blocks, None, "Blocks by its own forward, and needs a sample.*sample=.*PipelineLayer.*degree = 1"),
+    "decides-by-values": (Deciding, X, "'blocks.1' returns decides how the forward.*PipelineLayer"),
+    "attribute": (Keeping, X, r"shape \(3, 4\) leaves 'blocks.3' by another way than what it returns"),
+    "recorder": (Recording, X, "by another way.*output_hidden_states.*Switch that off"),
+    "writes-its-input": (Overwriting, X.clone(), "'blocks.0' writes into a tensor that it is given.*x = x \\+ y"),
+    "cache": (Cached, X, "a cache of 5 positions.*use_cache = False"),
+    "object": (Hiding, X, "'blocks.1' is given a SimpleNamespace that holds tensors.*dataclass"),
+    "writes-a-parameter": (Training, X, "writes parameter 'scale'"),
+    "writes-a-buffer": (Counted, X, "writes buffer 'count' outside of its units"),
+    "no-copy": (Uncopied, X, "cannot be copied .RuntimeError: holds a file"),
+    "another-sample": (Blocks, (X, X), "cannot be run with the sample.*TypeError.*a dict of its arguments, a tuple"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_by_name(name: str) -> None:
+    """Each would else train on placeholders, or on values of one stage alone."""
+    kind, sample, wanted = REFUSED[name]
+    with pytest.raises(ModelError) as caught:
+        plan(kind(), sample)
+    assert re.search(wanted, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_splits_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(StrategyError, match="4 layers cannot fill 5 pipeline chunks"):
+        plan(Blocks(), X, 5)
+    with pytest.raises(StrategyError, match=r"no layer runs under the name 'blocks.9'; those that run are blocks.0"):
+        plan(Blocks(), X, split=["blocks.9"])
+    with pytest.raises(StrategyError, match="the counts add up to 3, the model has 4 layers"):
+        plan(Blocks(), X, split=[1, 2])
+    assert [len(chunk) for chunk in plan(Blocks(), X, split=["blocks.3"]).chunks] == [3, 1]
+    assert [len(chunk) for chunk in plan(Blocks(), X, 3, split="layer:Block").chunks] == [2, 1, 1]
