@@ -8,8 +8,8 @@ forward writes are written once (kept_buffers.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from hybrid.collectives.autograd import COLLECTIVE_OPERATIONS
 from hybrid.errors import ModelError
 from hybrid.kept_buffers import WrittenBuffers
 
-__all__ = ["find_recompute_units", "install_recompute"]
+__all__ = ["choose_units", "install_recompute"]
 
 # Under the selective policy the results of these are kept: they cost far more flops per byte than the rest.
 _KEPT_OPERATIONS = (
@@ -34,10 +34,13 @@ _KEPT_OPERATIONS = (
 )
 
 
-def find_recompute_units(model: nn.Module, wanted: Sequence[str] | None, *, blocks: Sequence[str]) -> tuple[str, ...]:
+def choose_units(
+    model: nn.Module, wanted: Sequence[str] | None, *, blocks: Sequence[str], feature: str = "recompute"
+) -> tuple[str, ...]:
     """Names of the modules to recompute: the repeated blocks, or those that `wanted` names or whose class it names.
 
-    A module inside another chosen one is left out: the outer one covers it.
+    A module inside another chosen one is left out: the outer one covers it. `feature` is for messages: the flag for
+    whose section `wanted` was given.
 
     Raises:
         ModelError: nothing to choose from, or a name that is neither a module nor a class of the model.
@@ -46,21 +49,21 @@ def find_recompute_units(model: nn.Module, wanted: Sequence[str] | None, *, bloc
     if wanted is None:
         if not blocks:
             raise ModelError(
-                "recompute: the model has no repeated blocks to recompute; name modules or classes in "
-                f"recompute_configs['units'], for example {[name for name in modules if name][:3]}"
+                f"{feature}: the model has no repeated blocks to {feature}; name modules or classes in "
+                f"{feature}_configs['units'], for example {[name for name in modules if name][:3]}"
             )
         return tuple(blocks)
-    _check_known(modules, wanted)
+    _check_known(modules, wanted, feature)
     chosen = [name for name, module in modules.items() if name in wanted or type(module).__name__ in wanted]
     chosen = [name for name in chosen if name] or chosen  # a class of modules inside, which the model is of as well
     return tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen if other != name))
 
 
-def _check_known(modules: Mapping[str, nn.Module], wanted: Sequence[str]) -> None:
+def _check_known(modules: Mapping[str, nn.Module], wanted: Sequence[str], feature: str) -> None:
     unknown = [one for one in wanted if one not in modules and all(type(m).__name__ != one for m in modules.values())]
     if unknown:
         raise ModelError(
-            f"recompute_configs.units names {unknown}: no module and no class of the model; it has the classes "
+            f"{feature}_configs.units names {unknown}: no module and no class of the model; it has the classes "
             f"{sorted({type(module).__name__ for module in modules.values()})}"
         )
 
@@ -72,14 +75,17 @@ def install_recompute(
     policy: Literal["full", "selective"],
     preserve_rng: bool,
     keep_buffers: bool = False,
+    compiled: Collection[str] = (),
 ) -> None:
     """Replace the `forward` of these modules by one that recomputes.
 
     With `keep_buffers` the second forward leaves buffers as they were; on fake tensors, without values, it cannot.
+    Those in `compiled` will be part of a compiled graph, which writes buffers once by itself: the compiler decides
+    there what backward computes again, and takes no contexts of ours.
     """
     for name in names:
         module = model.get_submodule(name)
-        written = WrittenBuffers(module) if keep_buffers else None
+        written = WrittenBuffers(module) if keep_buffers and name not in compiled else None
         module.forward = _recomputing(module.forward, written, policy=policy, preserve_rng=preserve_rng)
 
 
@@ -91,13 +97,18 @@ def _recomputing(
     preserve_rng: bool,
 ) -> Callable[..., Any]:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        around = (nullcontext(), nullcontext()) if written is None else written.contexts()
+        assert written is not None
+        around = written.contexts()
         if policy == "full":
             return around
         inside = create_selective_checkpoint_contexts(_keep_expensive)
         return _Both(around[0], inside[0]), _Both(around[1], inside[1])
 
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng, "context_fn": contexts}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
+    if written is not None:
+        options["context_fn"] = contexts
+    elif policy == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
 
     @functools.wraps(forward)
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["EmptyAwareCollate"]
+__all__ = ["EmptyAwareCollate", "cut_to_zero"]
 
 
 class EmptyAwareCollate:
@@ -26,21 +26,21 @@ class EmptyAwareCollate:
         collate = default_collate if self._collate is None else self._collate
         if samples:
             return collate(samples)
-        return _cut_to_zero(collate([self._dataset[0]]))
+        return cut_to_zero(collate([self._dataset[0]]))
 
 
-def _cut_to_zero(batch: Any) -> Any:
-    """The batch without its one sample: tensors [1, ...] become [0, ...], lists of one item become empty."""
+def cut_to_zero(batch: Any) -> Any:
+    """The batch without its samples: tensors [n, ...] become [0, ...], lists of one item become empty."""
     import torch
 
     if isinstance(batch, torch.Tensor):
-        return batch[:0]
+        return batch[:0] if batch.dim() > 0 else batch
     if isinstance(batch, Mapping):
-        return {name: _cut_to_zero(value) for name, value in batch.items()}
+        return {name: cut_to_zero(value) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_cut_to_zero, batch))
+        return type(batch)(*map(cut_to_zero, batch))
     if isinstance(batch, list | tuple):
         is_one_object = len(batch) == 1 and not isinstance(batch[0], torch.Tensor | Mapping | list | tuple)
-        kept = [] if is_one_object else map(_cut_to_zero, batch)  # a string, say, is an entry of its own
+        kept = [] if is_one_object else map(cut_to_zero, batch)  # a string, say, is an entry of its own
         return tuple(kept) if isinstance(batch, tuple) else list(kept)
     return batch

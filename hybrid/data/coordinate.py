@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hybrid.errors import BatchError
 
-__all__ = ["DataCoordinate", "current_coordinate", "set_coordinate_provider"]
+__all__ = ["DataCoordinate", "current_coordinate", "replica", "set_coordinate_provider"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,27 @@ def set_coordinate_provider(provider: Callable[[], DataCoordinate | None] | None
     _provider = provider
 
 
-def current_coordinate(environ: Mapping[str, str] | None = None) -> DataCoordinate:
+def replica(what: str, num_replicas: int | None, rank: int | None, *, checks_rank: bool = True) -> DataCoordinate:
+    """The coordinate that was given to `what`, or that of the running job.
+
+    Raises:
+        BatchError: half of one was given, or none and no job runs yet; with `checks_rank`, one that cannot be.
+    """
+    if num_replicas is None and rank is None:
+        return current_coordinate(what=what)
+    if num_replicas is None or rank is None:
+        raise BatchError(
+            f"{what}: num_replicas is {num_replicas} and rank is {rank}; give both, or neither to take them from the "
+            "running job"
+        )
+    if checks_rank and not 0 <= rank < num_replicas:
+        raise BatchError(f"{what}: rank is {rank}; expected 0..{num_replicas - 1} of {num_replicas} replicas")
+    return DataCoordinate(num_replicas=num_replicas, rank=rank)
+
+
+def current_coordinate(
+    environ: Mapping[str, str] | None = None, *, what: str = "DistributedBatchSampler"
+) -> DataCoordinate:
     """The coordinate of the running job; a process that nobody launched is the only replica.
 
     Raises BatchError in a launched process whose job has not started yet: the number of processes alone does
@@ -47,7 +67,7 @@ def current_coordinate(environ: Mapping[str, str] | None = None) -> DataCoordina
     if world_size == "1":
         return DataCoordinate(num_replicas=1, rank=0)
     raise BatchError(
-        f"DistributedBatchSampler: WORLD_SIZE is {world_size} but hybrid has not started in this process, so "
-        "the number of data-parallel replicas is not known yet; create the sampler after "
+        f"{what}: WORLD_SIZE is {world_size} but hybrid has not started in this process, so "
+        "the number of data-parallel replicas is not known yet; call it after "
         "hybrid.distributed_model(...) or hybrid.init(...), or give num_replicas= and rank="
     )

@@ -33,7 +33,7 @@ import numpy
 import numpy.typing
 
 from hybrid.data.collate import EmptyAwareCollate
-from hybrid.data.coordinate import DataCoordinate, current_coordinate
+from hybrid.data.coordinate import replica
 from hybrid.errors import BatchError
 
 __all__ = ["DistributedBatchSampler", "Tail", "epoch_order"]
@@ -80,7 +80,7 @@ class DistributedBatchSampler:
     ) -> None:
         self._dataset = None if isinstance(dataset_or_length, int) else dataset_or_length
         self.length = dataset_or_length if isinstance(dataset_or_length, int) else len(dataset_or_length)
-        coordinate = _coordinate(num_replicas, rank)
+        coordinate = replica("DistributedBatchSampler", num_replicas, rank, checks_rank=False)  # see _check
         self.batch_size = batch_size
         self.num_replicas = coordinate.num_replicas
         self.rank = coordinate.rank
@@ -266,14 +266,3 @@ def _share(first: int, last: int, num_replicas: int, rank: int) -> tuple[int, in
     base, extra = divmod(last - first, num_replicas)
     begin = first + rank * base + min(rank, extra)
     return begin, begin + base + (rank < extra)
-
-
-def _coordinate(num_replicas: int | None, rank: int | None) -> DataCoordinate:
-    if num_replicas is None and rank is None:
-        return current_coordinate()
-    if num_replicas is None or rank is None:
-        raise BatchError(
-            f"DistributedBatchSampler: num_replicas is {num_replicas} and rank is {rank}; give both, or "
-            "neither to take them from the running job"
-        )
-    return DataCoordinate(num_replicas=num_replicas, rank=rank)

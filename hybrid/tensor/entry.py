@@ -44,8 +44,8 @@ class Entry:
         self._num_calls = 0
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.num_consumers == 1 or self.group.size == 1 or tensor.is_inference():
-            # An inference tensor does not tell whether it was written to.
+        if self.num_consumers == 1 or self.group.size == 1 or torch.compiler.is_compiling() or tensor.is_inference():
+            # Neither the tensors of a compiled program nor those of inference tell whether they were written to.
             return self._pass(tensor)
         key = (_VERSION(tensor), torch.is_grad_enabled(), tensor.requires_grad, autocast_dtype(tensor))
         result = next((kept for seen, known, kept in self._kept if seen is tensor and known == key), None)

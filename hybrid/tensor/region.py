@@ -35,26 +35,62 @@ class CutRegion:
     def __init__(self, group: Group, *, active: bool = True) -> None:
         self.group = group
         self.active = active
+        self.left_out_of_programs = False
+        """Whether compiled programs switch nothing, as they draw nothing: else each switch would end a graph."""
+        self._watched: tuple[int, bytes] | None = None  # where the stream stood when the region had last to do with it
+        self._drew = False
         self._common: dict[torch.device, torch.Tensor] = {}  # state of the common stream where we left it
 
     def enter(self, device: torch.device) -> None:
         """What follows is drawn for this rank alone. Does nothing inside a region."""
-        if not self.active or self.group.size == 1:
-            return
-        generator = _generator(device)
-        if generator is None or _is_marked(generator):
-            return
-        lower = _draw(generator, device)
-        self._common[device] = generator.get_state()
-        generator.manual_seed(_MARK << 32 | (lower + self.group.rank) & _LOWER)
+        if self.active and self.group.size > 1 and not (self.left_out_of_programs and torch.compiler.is_compiling()):
+            self._enter(device)
 
     def leave(self) -> None:
         """Back to the common stream. Does nothing outside a region."""
+        if self.active and self.group.size > 1 and not (self.left_out_of_programs and torch.compiler.is_compiling()):
+            self._leave()
+
+    def start_watch(self, device: torch.device) -> None:
+        """From here on, note whether anybody but the region itself draws."""
+        self._watched = _position(device)
+
+    def end_watch(self, device: torch.device) -> bool:
+        """Whether anybody did."""
+        self._note(device)
+        drew, self._drew, self._watched = self._drew, False, None
+        return drew
+
+    def _note(self, device: torch.device) -> None:
+        if self._watched is not None:
+            self._drew = self._drew or self._watched != _position(device)
+
+    def _go_on(self, device: torch.device) -> None:
+        if self._watched is not None:
+            self._watched = _position(device)
+
+    # A compiled graph ends where the generators are switched: that is done between two graphs.
+
+    @torch.compiler.disable
+    def _enter(self, device: torch.device) -> None:
+        generator = _generator(device)
+        if generator is None or _is_marked(generator):
+            return
+        self._note(device)
+        lower = _draw(generator, device)
+        self._common[device] = generator.get_state()
+        generator.manual_seed(_MARK << 32 | (lower + self.group.rank) & _LOWER)
+        self._go_on(device)
+
+    @torch.compiler.disable
+    def _leave(self) -> None:
         for device, state in self._common.items():
             generator = _generator(device)
             # One that is not marked was restored by somebody else: the state kept here is an old one.
             if generator is not None and _is_marked(generator):
+                self._note(device)
                 generator.set_state(state)
+                self._go_on(device)
         self._common.clear()
 
     def reset(self) -> None:
@@ -72,6 +108,16 @@ def _generator(device: torch.device) -> torch.Generator | None:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return None
+
+
+def _position(device: torch.device) -> tuple[int, bytes]:
+    """Where the stream stands: another place after every draw. It waits for no device."""
+    generator = _generator(device)
+    if generator is None:
+        return 0, b""
+    if device.type == "cuda":
+        return generator.get_offset(), b""
+    return generator.initial_seed(), generator.get_state().numpy().tobytes()
 
 
 def _is_marked(generator: torch.Generator) -> bool:
