@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["SIZES", "BenchGPT", "Size", "make_batch"]
+__all__ = ["SIZES", "BenchGPT", "Block", "Size", "make_batch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from tests.runnable.command import ROOT, environment
+from tests.ranks import RankFailure, run_environments
+from tests.runnable.command import ROOT, environment, run_as_main
 
 
 def bench(module: str, *arguments: str) -> tuple[str, dict[str, dict[str, Any]]]:
@@ -22,19 +29,109 @@ def bench(module: str, *arguments: str) -> tuple[str, dict[str, dict[str, Any]]]
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    *lines, rows = done.stdout.strip().splitlines()
+    return read(done.stdout)
+
+
+def read(stdout: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    *lines, rows = stdout.strip().splitlines()
     return "\n".join(lines), {row["mode"]: row for row in json.loads(rows)}
+
+
+def run_rank(module: str, arguments: tuple[str, ...], own: dict[str, str], world_size: int, store: str) -> str:
+    """A rank of a benchmark, forked with torch loaded: its group meets in a file, as nothing may open a port."""
+    for name in [name for name in os.environ if name.startswith("BENCHMARK_")]:
+        del os.environ[name]  # of the moment when the fork server was started
+    meeting = {"store": dist.FileStore(store, world_size), "rank": int(os.environ["RANK"]), "world_size": world_size}
+    dist.init_process_group = functools.partial(dist.init_process_group, **meeting)
+    stdout, _ = run_as_main(ROOT / "benchmarks" / f"{module}.py", arguments, ROOT, own)
+    return stdout
+
+
+def bench_here(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    module: str,
+    *arguments: str,
+    size: tuple[str, ...] = ("--size", "tiny"),
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """As `bench`; but what the benchmark starts is forked (tests/ranks.py), not by torchrun."""
+    arguments = (*size, "--rounds", "1", *arguments)
+    printed: list[str] = []
+
+    def launch(_: str, *, num_ranks: int) -> int:
+        own = {name: value for name, value in os.environ.items() if name.startswith("BENCHMARK_")}
+        ranks = [
+            {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+            for r in range(num_ranks)
+        ]
+        store = str(folder / f"store{len(printed)}")
+        reports = run_environments(run_rank, ranks, module, arguments, own, num_ranks, store, timeout_seconds=120)
+        # A rank that has measured its peak leaves by os._exit(0), without a report.
+        leaves = "BENCHMARK_PEAK_OF" in own
+        if any(report.failed and not (leaves and report.exit_code == 0) for report in reports):
+            raise RankFailure(reports)
+        printed.append(reports[0].value or "")
+        return 0
+
+    benchmark = importlib.import_module(f"benchmarks.{module}")
+    monkeypatch.setattr(benchmark, "launch", launch)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit) as left:
+        benchmark.main()
+    assert left.value.code == 0
+    return read(printed[-1])
 
 
 @pytest.mark.slow
 def test_zero_step() -> None:
-    _, rows = bench("zero_step", "--steps", "1", "--modes", "hybrid2")
+    """Modes train like one process; what one holds and sends is counted, and its table is Markdown."""
+    text, rows = bench("zero_step", "--steps", "1", "--peers", "ddp", "--stages", "2", "--markdown")
     assert list(rows) == ["ddp", "hybrid2"]
-    assert rows["hybrid2"]["max_loss_difference"] < 1e-5
+    assert max(row["max_loss_difference"] for row in rows.values()) < 1e-5
+    assert rows["hybrid2"]["max_loss_difference_to_ddp"] < 1e-5
+    ddp, ours = rows["ddp"], rows["hybrid2"]
+    parameter_bytes = 4 * (2 * 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32)
+    # Parameters, half of the gradients, half of two moments; the rest is small at any size.
+    assert ours["live_after_backward_bytes"] < ddp["live_after_backward_bytes"]
+    assert ddp["live_after_backward_bytes"] == pytest.approx(4 * parameter_bytes, rel=0.2)
+    assert ours["sent_bytes"] == pytest.approx(parameter_bytes, rel=0.5)
+    assert ours["heap_peak_bytes"] > ours["live_after_step_bytes"] > 2 * parameter_bytes
+    assert text.splitlines()[1].startswith("| mode | step ms | wall to ddp |")
+
+
+@pytest.mark.slow
+def test_python_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The profile finds functions of the package, and its share of the step is a number."""
+    arguments = ("--layers", "3", "--steps", "1", "--stages", "1")
+    _, rows = bench_here(monkeypatch, tmp_path, "python_overhead", *arguments, size=())
+    assert list(rows) == ["plain", "hooks", "stage 1"]
+    assert rows["stage 1"]["cpu_ms"] > 0
+    places = {place.split(":")[0] for place, _, _ in rows["stage 1"]["top"]}
+    assert "sharding/reduce.py" in places
+
+
+@pytest.mark.slow
+def test_gpu_step() -> None:
+    """Its whole flow on a CPU: peers, stages, compiled and not, parity; and without a device, what is missing."""
+    command = [sys.executable, "-m", "benchmarks.gpu_step", "--size", "tiny", "--steps", "1", "--warmup", "1"]
+    modes = ["plain", "fsdp2", "hybrid3", "hybrid2+compile"]
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
+    here = ["--device", "cpu", "--modes", ",".join(modes)]
+    done = subprocess.run([*command, *here], timeout=600, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    *rows, checked = json.loads(done.stdout.strip().splitlines()[-1])
+    assert [row["mode"] for row in rows] == modes
+    for row in rows:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], abs=0.02), row["mode"]  # in bf16
+    assert checked == {"mode": "parity", "max_loss_difference": pytest.approx(0, abs=1e-5), "sanitizer": False}
+    hidden = {**options["env"], "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, timeout=60, check=False, **(options | {"env": hidden}))
+    assert done.returncode == 1
+    assert re.search(r"needs one CUDA device.*--device cpu --size tiny", done.stderr)
 
 
 @pytest.mark.slow
@@ -54,9 +151,9 @@ def test_tensor_step() -> None:
 
 
 @pytest.mark.slow
-def test_pipeline_step() -> None:
+def test_pipeline_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All modes train alike; kept activations are those of the micro-batches in flight, bytes sent those foreseen."""
-    _, rows = bench("pipeline_step", "--steps", "1", "--rows", "8")
+    _, rows = bench_here(monkeypatch, tmp_path, "pipeline_step", "--steps", "1", "--rows", "8")
     assert list(rows) == ["plain", "hybrid", "torch"]
     assert max(row["max_loss_difference"] for row in rows.values()) < 1e-5
     stages = zip(rows["hybrid"]["activations"], rows["hybrid"]["sent"], (2, 1), strict=True)
@@ -68,9 +165,9 @@ def test_pipeline_step() -> None:
 
 
 @pytest.mark.slow
-def test_checkpoint_io() -> None:
+def test_checkpoint_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What each mode loads, into the layout that wrote it or another, is what was saved: the loss is the same."""
-    _, rows = bench("checkpoint_io", "--parts", "save,load,stall")
+    _, rows = bench_here(monkeypatch, tmp_path, "checkpoint_io", "--parts", "save,load,stall")
     found = {mode: row["loss_difference"] for mode, row in rows.items() if "loss_difference" in row}
     assert len(found) == 10
     assert max(found.values()) < 1e-5
