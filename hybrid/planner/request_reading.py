@@ -95,7 +95,7 @@ def make_request(
     if "cluster" in made:
         problems += _device_problems(made["cluster"], made.get("precision"), memory_bytes)
     if "fixed" in made:
-        problems += _chain_problems(model, made["fixed"])
+        _leave_whole(model, made["fixed"])
     if problems:
         raise PlanError(problems)
     job = Job(
@@ -141,16 +141,10 @@ def _device_problems(cluster: Cluster, precision: Precision | None, memory_bytes
     return problems
 
 
-def _chain_problems(model: Any, fixed: dict[str, Any]) -> list[str]:
-    """A live module that is no chain of layers has no pipeline: pp is 1."""
-    if not is_module(model) or is_chain(model):
-        return []
-    if fixed.setdefault("pp", 1) == 1:
-        return []
-    return [
-        f"pp {fixed['pp']}: a pipeline cuts an nn.Sequential or a hybrid.PipelineLayer, and {type(model).__name__} is "
-        "neither; leave pp out, or list the model's layers"
-    ]
+def _leave_whole(model: Any, fixed: dict[str, Any]) -> None:
+    """A live module that is no chain of layers is a pipeline only where that is asked for: it takes a sample to cut."""
+    if is_module(model) and not is_chain(model):
+        fixed.setdefault("pp", 1)
 
 
 def _cluster(given: Any, links: Mapping[str, Any]) -> Cluster:

@@ -177,7 +177,10 @@ def advice_lines(plans: Plans) -> Iterator[str]:
         shown = ", ".join(map(str, order))
         yield f"rank order: the step is that of ranks on devices {shown} (rank 0 first); list the hosts so"
     if plans.best.candidate.pp > 1:
-        yield "pipeline: runs over an nn.Sequential or a hybrid.PipelineLayer; --fix pp=1 for any other model"
+        yield (
+            "pipeline: distributed_model(model, sample=...) cuts a model by its own forward; an nn.Sequential or a "
+            "hybrid.PipelineLayer needs no sample; --fix pp=1 for none"
+        )
     yield f"measure first: {'; '.join(advice.measure_first)}"
     yield from (f"model: {note}" for note in plans.request.job.model.notes)
 
