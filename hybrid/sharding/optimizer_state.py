@@ -7,6 +7,9 @@ the slices.
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,31 +22,14 @@ from hybrid.contracts.partition import Slice
 from hybrid.errors import OptimizerError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
+from hybrid.sharding.offloaded_bucket import OffloadedBucket
+from hybrid.sharding.optimizer_kind import Scope, known_scope
+from hybrid.sharding.state_precision import in_precision
+from hybrid.sharding.tensors import tensors_in
 
-__all__ = ["MASTER", "OptimizerShards", "Shard", "is_elementwise"]
+__all__ = ["MASTER", "OptimizerShards", "Shard", "SliceState", "own_copy"]
 
 MASTER = "master"  # the key of a low-precision parameter's fp32 master beside the optimizer's own (exp_avg, ...)
-
-# Optimizers of torch.optim whose update of an element depends on that element's own gradient and state alone, so
-# that they may step on shards cut anywhere. Adafactor, Muon, LBFGS and SparseAdam are not among them.
-_ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is known to update each element by itself. A subclass may do anything: not known."""
-    return type(optimizer) in _ELEMENTWISE
 
 
 @dataclass(slots=True)
@@ -58,15 +44,39 @@ class Shard:
 
 
 class OptimizerShards:
-    """The shards of one optimizer's parameters."""
+    """The shards of one optimizer's parameters.
 
-    def __init__(self, engine: ShardingEngine, optimizer: torch.optim.Optimizer) -> None:
+    Args:
+        engine: of the wrapped model.
+        optimizer: not wrapped yet; its state is cut.
+        scope: what one of its updates depends on.
+    """
+
+    def __init__(self, engine: ShardingEngine, optimizer: torch.optim.Optimizer, *, scope: Scope) -> None:
         self.engine = engine
         self.optimizer = optimizer
+        self.scope = scope
+        self.name = type(optimizer).__name__
+        """Of the class that the user wrote."""
+        self._is_torchs = known_scope(optimizer) is not None
         self._shards: dict[int, Shard] = {}
+        # While the optimizer steps: per group, the user's parameters and their names, if it has names.
+        self._users: list[tuple[list[nn.Parameter], list[str] | None]] | None = None
         for group in optimizer.param_groups:
             self.add(group["params"])
-        self._adopt_state()
+        self._adopt_state(optimizer.state)
+        optimizer.state = SliceState(self, optimizer.state)
+
+    def rebuild(self, whole: Mapping[str, Mapping[str, Any]]) -> None:
+        """After the buckets were cut anew: make the shards again, from whole state by fqn without masters."""
+        self._shards.clear()
+        state = self.optimizer.state
+        state.clear()
+        for group in self.optimizer.param_groups:
+            self.add(group["params"])
+        for shard in self._shards.values():
+            if shard.tensor is not None and shard.fqn in whole:
+                state[shard.tensor] = self.cut_state(shard, whole[shard.fqn])
 
     def add(self, parameters: list[nn.Parameter]) -> None:
         """Make shards for more parameters.
@@ -85,7 +95,7 @@ class OptimizerShards:
             if bucket is None:
                 continue  # frozen: never has a gradient, so the optimizer never touches it
             part = bucket.slice_of.get(fqn)
-            tensor = None if part is None else nn.Parameter(bucket.slice_view(bucket.own_data(), part))
+            tensor = None if part is None else nn.Parameter(bucket.slice_view(bucket.stepped(), part))
             self._shards[id(parameter)] = Shard(
                 fqn=fqn, bucket=bucket, position=bucket.position_of[fqn], part=part, tensor=tensor
             )
@@ -98,25 +108,80 @@ class OptimizerShards:
         indices = sorted({shard.bucket.index for shard in self._shards.values()})
         return [self.engine.buckets[index] for index in indices]
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the optimizer's `param_groups` hold the slices; outside, the user's parameters."""
+    def shard_of(self, parameter: Any) -> Shard | None:
+        """The shard of one of the model's own parameters; None of anything else."""
+        return self._shards.get(id(parameter))
+
+    def without_shard(self) -> list[nn.Parameter]:
+        """Parameters in the groups that have no shard yet, put there by hand; frozen ones never get one."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._shards]
+
+    def users_parameters(self) -> list[nn.Parameter]:
+        """The model's parameters in the optimizer's groups, also while it steps."""
+        if self._users is not None:
+            return [parameter for parameters, _ in self._users for parameter in parameters]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the optimizer's groups hold the slices now."""
+        return self._users is not None
+
+    def _show_slices(self) -> None:
+        """Put the slices in the places of the user's parameters; the lists stay, as optimizers keep references."""
         groups = self.optimizer.param_groups
-        users = [group["params"] for group in groups]
-        for group, parameters in zip(groups, users, strict=True):
+        self._users = [(list(group["params"]), group.get("param_names")) for group in groups]
+        for group, (parameters, names) in zip(groups, self._users, strict=True):
             shards = [self._shards.get(id(parameter)) for parameter in parameters]
-            group["params"] = [s.tensor for s in shards if s is not None and s.tensor is not None]
-        try:
-            yield
-        finally:
-            for group, parameters in zip(groups, users, strict=True):
-                group["params"] = parameters
+            here = [place for place, shard in enumerate(shards) if shard is not None and shard.tensor is not None]
+            group["params"][:] = [shards[place].tensor for place in here]  # type: ignore[union-attr]
+            if names is not None:
+                group["param_names"] = [names[place] for place in here]
+
+    def _show_parameters(self) -> None:
+        assert self._users is not None
+        for group, (parameters, names) in zip(self.optimizer.param_groups, self._users, strict=False):
+            group["params"][:] = parameters
+            if names is not None:
+                group["param_names"] = names
+        self._users = None
 
     def step(self, base_step: Callable[[], Any]) -> Any:
         """Run the optimizer's own step on the slices.
 
         A parameter without a gradient on any rank is left alone, as plain torch leaves one whose `grad` is None.
         """
+        with self._stepping():
+            return base_step()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Inside, `param_groups` hold the slices with their gradients; outside, the user's parameters."""
+        self._begin()
+        try:
+            yield
+            self._end()
+        finally:
+            self._show_parameters()
+            self.drop_slice_gradients()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """In the middle of a step: inside, all is as before it; afterwards the slices have the gradients of then."""
+        self._end()
+        self._show_parameters()
+        self.drop_slice_gradients()
+        try:
+            yield
+        except BaseException:
+            self._show_slices()  # for the step's own end
+            raise
+        self._begin()
+
+    def _begin(self) -> None:
+        for bucket in self.buckets():
+            if isinstance(bucket, OffloadedBucket):
+                bucket.fetch_mirror()
         gradients: dict[str, torch.Tensor] = {}
         for bucket in self.buckets():
             bucket.apply_scale()
@@ -129,13 +194,18 @@ class OptimizerShards:
                 continue
             same = gradient.dtype == shard.tensor.dtype
             shard.tensor.grad = gradient if same else gradient.to(shard.tensor.dtype)
-        try:
-            with self.in_place():
-                return base_step()
-        finally:
-            for shard in self._shards.values():
-                if shard.tensor is not None:
-                    shard.tensor.grad = None
+        self._show_slices()
+
+    def _end(self) -> None:
+        for bucket in self.buckets():
+            if isinstance(bucket, OffloadedBucket):
+                bucket.write_back_mirror()
+
+    def drop_slice_gradients(self) -> None:
+        """Take the gradients away from the slices; those in the buckets stay."""
+        for shard in self._shards.values():
+            if shard.tensor is not None:
+                shard.tensor.grad = None
 
     def fqns(self) -> set[str]:
         """The trainable parameters of this optimizer."""
@@ -151,14 +221,13 @@ class OptimizerShards:
             for part, view in zip(bucket.slices, bucket.own_views(bucket.settled), strict=True):
                 if part.fqn in mine:
                     finite = finite and bool(torch.isfinite(view).all())
-                    view.mul_(inverse_scale)
+                    view.mul_(inverse_scale.to(view.device))
         return finite
 
     # -- state -----------------------------------------------------------------------------------------
 
-    def _adopt_state(self) -> None:
+    def _adopt_state(self, state: dict[Any, Any]) -> None:
         """Cut the state of an optimizer that has already trained the plain model."""
-        state = self.optimizer.state
         for parameter in [key for key in state if isinstance(key, torch.Tensor)]:
             shard = self._shards.get(id(parameter))
             if shard is None:
@@ -175,14 +244,17 @@ class OptimizerShards:
                 that is cut.
         """
         assert shard.part is not None and shard.tensor is not None
+        whole = self._in_precision(shard, dict(whole))
         shape = tuple(shard.bucket.parameters[shard.position].shape)
         is_whole = tuple(shard.tensor.shape) == shape and shard.part.num_elements == shard.tensor.numel()
         cut: dict[str, Any] = {}
         for key, value in whole.items():
+            if isinstance(value, torch.Tensor) and self.engine.host is not None:
+                value = self.engine.host.fetch(value.detach(), "optimizer_state")
             if not isinstance(value, torch.Tensor) or (value.dim() == 0 and shape != ()):
-                cut[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                cut[key] = own_copy(value)
             elif tuple(value.shape) == shape:
-                flat = torch.zeros(shard.bucket.partition.num_elements, dtype=value.dtype, device=shard.tensor.device)
+                flat = shard.bucket.stepped().new_zeros(shard.bucket.partition.num_elements, dtype=value.dtype)
                 shard.bucket.view(flat, shard.position).copy_(value)
                 own = flat[shard.bucket.low : shard.bucket.high].clone()
                 cut[key] = shard.bucket.slice_view(own, shard.part).clone()
@@ -194,6 +266,11 @@ class OptimizerShards:
                     f"{shape}: it cannot be cut; set sharding_configs['partition'] = 'parameter'"
                 )
         return cut
+
+    def _in_precision(self, shard: Shard, values: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer that is not torch's own the state stays as it is: its dtypes may be meant."""
+        assert shard.tensor is not None
+        return in_precision(values, shard.tensor.dtype) if self._is_torchs else values
 
     def own_state(self) -> dict[str, dict[str, Any]]:
         """fqn -> this rank's slice of the optimizer's state and of the master; without either, left out."""
@@ -244,13 +321,71 @@ class OptimizerShards:
                     bucket.slice_view(bucket.master, part).copy_(masters[part.fqn])
         self.engine.after_update(buckets, deferred=False)
 
+    def at_home(self, shard: Shard, values: Mapping[str, Any]) -> dict[str, Any]:
+        """State that was saved elsewhere, in the memory of its slice: on the host all of it, on a GPU also the numbers
+        if a fused or capturable step reads them there."""
+        assert shard.tensor is not None
+        parameter, device = shard.bucket.parameters[shard.position], shard.tensor.device
+        groups = [g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])]
+        values = self._in_precision(shard, dict(values))
+        reads_numbers = device.type == "cpu" or any(g.get("fused") or g.get("capturable") for g in groups)
+        return {
+            key: value.to(device) if isinstance(value, torch.Tensor) and (value.dim() > 0 or reads_numbers) else value
+            for key, value in values.items()
+        }
+
     def state_bytes(self) -> int:
         """Live bytes of the optimizer's state on this rank."""
-        total = 0
-        for shard in self._shards.values():
-            if shard.tensor is None or shard.tensor not in self.optimizer.state:
-                continue
-            for value in self.optimizer.state[shard.tensor].values():
-                if isinstance(value, torch.Tensor):
-                    total += value.numel() * value.element_size()
-        return total
+        held = (self.optimizer.state.get(s.tensor) for s in self._shards.values() if s.tensor is not None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(list(held), all_of_them=True))
+
+
+def own_copy(value: Any) -> Any:
+    """A value of the state that shares no memory with the given one."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+class SliceState(defaultdict[Any, Any]):
+    """An optimizer's state, whose keys are slices.
+
+    Asked for one of the model's own parameters, it answers with the state of the slice if that is the whole parameter,
+    and refuses else: an empty answer would be taken for a parameter that was never stepped.
+    """
+
+    def __init__(self, shards: OptimizerShards, state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._shards = weakref.ref(shards)
+
+    def _slice_of(self, parameter: Any) -> nn.Parameter | None:
+        """The slice that is one of the model's own parameters as a whole; None for any other key.
+
+        Raises:
+            OptimizerError: a parameter of which this rank has a part, or nothing.
+        """
+        shards = self._shards()
+        shard = None if shards is None else shards.shard_of(parameter)
+        if shard is None:
+            return None
+        if shard.tensor is None or shard.tensor.shape != parameter.shape:
+            part = shard.part
+            owned = "no element of it" if part is None else f"elements {part.start} to {part.stop}"
+            raise OptimizerError(
+                f"the optimizer's state of {shard.fqn!r} is cut over the ranks, and this one has that of {owned}: read "
+                f"optimizer.state_dict()['state'][{shard.fqn!r}], or optimizer.full_state_dict() for all of it"
+            )
+        return shard.tensor
+
+    def __missing__(self, key: Any) -> Any:
+        part = self._slice_of(key)
+        return super().__missing__(key) if part is None else self[part]
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or ((part := self._slice_of(key)) is not None and super().__contains__(part))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        part = self._slice_of(key)
+        super().__setitem__(key if part is None else part, value)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        part = self._slice_of(key)
+        return super().get(key if part is None else part, default)

@@ -5,7 +5,7 @@ Every function here is collective: all ranks of the world call it, in the same o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ import torch
 from hybrid.collectives import ops
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
-from hybrid.sharding.optimizer_state import OptimizerShards
+from hybrid.sharding.offload import HostStore, Kind
+from hybrid.sharding.offloaded_bucket import OffloadedBucket
+from hybrid.sharding.optimizer_state import MASTER, OptimizerShards, own_copy
 
 __all__ = ["bucket_gradients", "describe", "whole_optimizer_state", "whole_parameters"]
 
@@ -33,7 +35,8 @@ def whole_parameters(engine: ShardingEngine) -> Iterator[tuple[str, torch.Tensor
         else:
             own = bucket.own_data() if wants_master else bucket.own_parameters()
             whole = torch.zeros(bucket.partition.num_elements, dtype=own.dtype, device=bucket.data.device)
-            whole[bucket.low : bucket.high] = own
+            host = engine.host if isinstance(bucket, OffloadedBucket) and bucket.is_on_host(own) else None
+            _fill_own(host, whole[bucket.low : bucket.high], own, "masters" if wants_master else "parameters")
             _gather(engine, bucket, whole)
         for position, fqn in enumerate(bucket.fqns):
             given = torch.float32 if fqn in engine.compute_dtypes else bucket.key.dtype
@@ -51,7 +54,8 @@ def bucket_gradients(engine: ShardingEngine, bucket: Bucket) -> Iterator[tuple[s
     """
     whole = torch.zeros(bucket.partition.num_elements, dtype=bucket.key.grad_dtype, device=bucket.data.device)
     if bucket.settled is not None:
-        whole[bucket.low : bucket.high] = bucket.settled * bucket.scale
+        own = bucket.settled * bucket.scale_for(bucket.settled)
+        _fill_own(engine.host, whole[bucket.low : bucket.high], own, "gradients")
     _gather(engine, bucket, whole)
     for position, fqn in enumerate(bucket.fqns):
         has_gradient = bucket.has_gradient_anywhere[position]
@@ -82,7 +86,8 @@ def whole_optimizer_state(shards: OptimizerShards, optimizer: torch.optim.Optimi
                 whole = torch.zeros(bucket.partition.num_elements, dtype=dtype, device=bucket.data.device)
                 for fqn, part in bucket.slice_of.items():
                     if forms[fqn].get(key, ("", None)) == ("cut", dtype):
-                        bucket.slice_view(whole[bucket.low : bucket.high], part).copy_(own[fqn][key])
+                        here = bucket.slice_view(whole[bucket.low : bucket.high], part)
+                        _fill_own(engine.host, here, own[fqn][key], "masters" if key == MASTER else "optimizer_state")
                 _gather(engine, bucket, whole)
                 for position, fqn in enumerate(bucket.fqns):
                     if any(f[fqn].get(key) == ("cut", dtype) for f in from_all):
@@ -90,8 +95,7 @@ def whole_optimizer_state(shards: OptimizerShards, optimizer: torch.optim.Optimi
             for fqn in bucket.fqns:
                 plain = [f[fqn][key][1] for f in from_all if f[fqn].get(key, ("", None))[0] == "plain"]
                 if plain:
-                    value = plain[0]
-                    result.setdefault(fqn, {})[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    result.setdefault(fqn, {})[key] = own_copy(plain[0])
     return result
 
 
@@ -104,14 +108,36 @@ def _form(bucket: Bucket, fqn: str, value: Any) -> tuple[str, Any]:
     return ("plain", value)
 
 
+def _fill_own(host: HostStore | None, here: torch.Tensor, own: torch.Tensor, kind: Kind) -> None:
+    """Copy what this rank owns into a buffer on the device, from the host if it is there."""
+    if host is None:
+        here.copy_(own)
+    else:
+        host.to_device(here, own, kind)
+
+
 def _gather(engine: ShardingEngine, bucket: Bucket, whole: torch.Tensor) -> None:
     group = engine.shard_group(bucket)
     if group.size > 1:
         ops.all_gather(whole, bounds=bucket.partition.bounds, group=group, tag=bucket.index).wait()
 
 
-def describe(engine: ShardingEngine) -> str:
-    """The map parameter -> bucket, range, rank as a plain text table, and the bytes of this rank's buffers."""
+def describe(engine: ShardingEngine, optimizers: Sequence[OptimizerShards] = ()) -> str:
+    """How parameters are cut, what each shard owns, the optimizers, and the map parameter -> bucket, range, shard."""
+    how = "anywhere" if engine.partition_kind == "element" else "between whole parameters"
+    num_shards = max((bucket.partition.num_shards for bucket in engine.buckets), default=1)
+    owned = [0] * num_shards
+    for bucket in engine.buckets:
+        for shard in range(bucket.partition.num_shards):
+            owned[shard] += sum(part.num_elements for part in bucket.partition.slices(shard))
+    shares = ", ".join(f"shard {shard} owns {count}" for shard, count in enumerate(owned))
+    lines = [
+        "not cut: one shard"
+        if num_shards == 1
+        else f"cut {how} (partition {engine.partition_kind!r}): {shares} elements"
+    ]
+    for shards in optimizers:
+        lines.append(f"optimizer {shards.name}: an update depends on {shards.scope.value}")
     rows = [("parameter", "shape", "dtype", "bucket", "elements", "owned by shard")]
     for bucket in engine.buckets:
         for position, fqn in enumerate(bucket.fqns):
@@ -137,6 +163,5 @@ def describe(engine: ShardingEngine) -> str:
             shape = "×".join(map(str, parameter.shape)) or "scalar"
             rows.append((fqn, shape, str(parameter.dtype).removeprefix("torch."), "–", "–", "frozen: on every rank"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)

@@ -20,7 +20,6 @@ from tests.multi_rank.case_runs import (
     assert_weights,
     own_part,
     seeded,
-    strategy_of,
     variant,
     weights_of,
     wrapped,
@@ -231,22 +230,3 @@ def check_closures() -> None:
 def test_bc56_a_closure_is_called_once_and_its_gradients_are_used() -> None:
     """Fault: the closure was ignored under sharding, or one backward too many was made."""
     run_ranks(check_closures, 2)
-
-
-def check_lbfgs() -> None:
-    for stage in (0, 1, 2):
-        try:
-            model = hybrid.distributed_model(Squares(), strategy=strategy_of(stage=stage))
-            with pytest.raises(hybrid.OptimizerError, match="LBFGS"):
-                hybrid.distributed_optimizer(torch.optim.LBFGS(model.parameters(), max_iter=5))
-            # The model can still be trained with another optimizer.
-            optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            x, y = (own_part(tensor) for tensor in points(0))
-            model.train_batch((x, y), optimizer, loss_fn=functional.mse_loss)
-        finally:
-            hybrid.shutdown()
-
-
-def test_bc56_lbfgs_is_refused_by_name_before_training() -> None:
-    """Fault: L-BFGS ran on each rank's shard alone and gave every rank its own line search."""
-    run_ranks(check_lbfgs, 2)
