@@ -18,6 +18,8 @@ from hybrid import shims
 from hybrid.compose import context, grad_norm, model_state
 from hybrid.compose import train_step as steps
 from hybrid.compose.added_parts import AddedParts
+from hybrid.compose.bound_model import BoundModel
+from hybrid.compose.compiling import check_compiler, compile_units, refuse_compiled_call
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.first_forward import FirstForward, check_verify, plain_copy
 from hybrid.compose.initial_values import (
@@ -30,7 +32,13 @@ from hybrid.compose.initial_values import (
     stand_ins,
 )
 from hybrid.compose.low_precision import install_precision
-from hybrid.compose.model_checks import check_alike_on_all_ranks, check_layouts, check_model
+from hybrid.compose.model_checks import (
+    check_aliases,
+    check_alike_on_all_ranks,
+    check_layouts,
+    check_model,
+    check_not_shared,
+)
 from hybrid.compose.pipeline import (
     all_on_meta,
     build_layers,
@@ -76,6 +84,7 @@ def distributed_model(
             which skips what this rank holds nothing of.
         sample: an input of the first layer, by which the stages of a pipeline are balanced: the flops of each layer
             are measured on its shapes. Without one, layers count by their parameters. (Alone, nothing is balanced.)
+            A pipeline of a model that is no chain of layers needs one, a micro-batch as the model is called with it.
 
     Raises:
         StrategyError: settings that cannot work, or do not fit the model, all of them, before anything starts.
@@ -87,19 +96,23 @@ def distributed_model(
     is_whole = build_layers(model, planned_stages)
     whole = model if is_whole else all_on_meta(model)
     check_model(whole, wrapper=DistributedModel)
+    check_not_shared(whole, [runtime.engine for runtime in context.runtimes()])
     if is_whole:
         check_meta(model, init)
     planned = plan_for(whole, foreseen)
     check_verify(model, foreseen)
     check_layouts(whole, foreseen)
-    recomputed = check_whole(whole, foreseen, planned_stages)
+    chosen = check_whole(whole, foreseen, planned_stages)
     del whole
+    if foreseen.compile is not None:
+        check_compiler(foreseen.compile)
     scope = context.ensure(strategy)
     mesh, resolved = scope.mesh, scope.resolved
-    # chunks -> tensor parallel -> recompute -> precision -> sharding; compile will come before sharding
+    # chunks -> tensor parallel -> recompute -> precision -> compile -> sharding
     layers = share_out(model, planned_stages, mesh) if planned_stages is not None else None
     if not is_whole:
         check_meta(model, init)
+        check_aliases(model)
     move(model, mesh.device)
     everyone = mesh.world if is_whole else mesh.group(*DATA_AXES, "tp")
     check_alike_on_all_ranks(model, everyone)
@@ -115,11 +128,16 @@ def distributed_model(
     parameters = named_once(model, stages)
     records = placements(model, parameters, cuts, stages)
     mesh.prepare(all_group_axes(records, mesh))
+    chosen = chosen.on(stages)
     if resolved.recompute is not None:
-        here = [name for name in recomputed if stages is None or stages.staged.is_here(name)]
         policy, preserve_rng = resolved.recompute.policy, resolved.recompute.preserve_rng
-        install_recompute(model, here, policy=policy, preserve_rng=preserve_rng, keep_buffers=True)
+        traced = chosen.recomputed_in_programs
+        install_recompute(
+            model, chosen.recomputed, policy=policy, preserve_rng=preserve_rng, keep_buffers=True, compiled=traced
+        )
     low_dtypes = install_precision(model, resolved, mesh, stages) if resolved.amp is not None else {}
+    if resolved.compile is not None:
+        compile_units(model, chosen.compiled, resolved.compile, recomputed=chosen.recomputed)
     engine = ShardingEngine(
         parameters,
         placements=records,
@@ -145,6 +163,8 @@ def distributed_model(
         custom_fp32 = known_here(resolved.amp.custom_fp32, model, stages)
         cast_buffers(model, dtype=getattr(torch, resolved.amp.buffer_dtype), custom_fp32=custom_fp32)
     engine.start_unsharding(model)
+    if stages is not None and engine.unsharder is not None:
+        stages.staged.on_leave = engine.unsharder.abandon_pass
     align_random_states(mesh)
     runtime = Runtime(engine, mesh=mesh, strategy=resolved, cuts=cuts)
     runtime.stages = stages
@@ -161,7 +181,7 @@ def distributed_model(
     return extended
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(BoundModel):
     """What `distributed_model` adds to a model's class. Methods marked *collective* are called by all ranks."""
 
     hybrid_runtime: Runtime
@@ -169,6 +189,8 @@ class DistributedModel(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the plain model's; a forward that is left by an exception leaves a model that can go on."""
+        if torch.compiler.is_compiling():
+            refuse_compiled_call(type(self).__name__)
         try:
             return super().__call__(*args, **kwargs)
         except BaseException as error:
@@ -290,11 +312,15 @@ class DistributedModel(nn.Module):
         sizes = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in runtime.memory_bytes().items())
         mesh = runtime.mesh
         head = f"rank {mesh.rank} of {mesh.world_size}, stage {runtime.strategy.zero_stage}; live: {sizes}"
-        return f"{head}\n{state_view.describe(runtime.engine)}"
+        return f"{head}\n{state_view.describe(runtime.engine, runtime.optimizers())}"
 
     def memory_bytes(self) -> dict[str, int]:
-        """Live bytes on this rank: parameters (masters included), gradients, optimizer_state."""
+        """Live bytes: parameters (with masters), gradients, optimizer_state; under offload also host_parameters ..."""
         return self.hybrid_runtime.memory_bytes()
+
+    def host_transfer_bytes(self) -> dict[str, int]:
+        """Bytes of state copied for offload since wrapping, on this rank: "gradients to host" ...; empty without it."""
+        return self.hybrid_runtime.host_transfer_bytes()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The plain model's state dict: its names and shapes, whole values.
@@ -385,17 +411,6 @@ class DistributedModel(nn.Module):
             fqns += found
         return engine.whole(fqns)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise ModelError(
-            "a distributed model cannot be deep-copied: it belongs to process groups. Copy it before "
-            "distributed_model, or load model.full_state_dict() into a new plain model"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ModelError(
-            "a distributed model cannot be pickled: it belongs to process groups. Save model.full_state_dict() instead"
-        )
-
 
 _extended_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
@@ -429,4 +444,5 @@ def _engine_settings(resolved: ResolvedStrategy) -> EngineSettings:
         partition="parameter" if resolved.partition == "parameter" else "element",
         prefetch=resolved.prefetch,
         keep_for_a_run=resolved.reshard_after == "run",
+        offload=resolved.offload,
     )

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hybrid.collectives import ops
+from hybrid.compose.compiling import check_not_compiled
 from hybrid.errors import ModelError
+from hybrid.sharding.engine import ShardingEngine
 from hybrid.strategy import ResolvedStrategy
 from hybrid.tensor.cut_module import CutModule
 
-__all__ = ["check_alike_on_all_ranks", "check_layouts", "check_model"]
+__all__ = [
+    "check_aliases",
+    "check_alike_on_all_ranks",
+    "check_layouts",
+    "check_model",
+    "check_not_shared",
+    "refuse_changed_parameters",
+]
 
 
 def check_model(model: nn.Module, *, wrapper: type[nn.Module]) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"distributed_model needs a torch.nn.Module, got {type(model).__name__}")
+    check_not_compiled(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError("distributed_model cannot extend a TorchScript model; give it the plain module")
     inside = [name or "(the model itself)" for name, module in model.named_modules() if isinstance(module, wrapper)]
@@ -31,6 +43,40 @@ def check_model(model: nn.Module, *, wrapper: type[nn.Module]) -> None:
         raise ModelError(
             f"the model already has {clashes}, which distributed_model would replace; rename it in the model"
         )
+
+
+def check_not_shared(model: nn.Module, engines: Sequence[ShardingEngine]) -> None:
+    """Raises ModelError: a parameter that lies in the buckets of a model that was wrapped before."""
+    for name, parameter in model.named_parameters():
+        for engine in engines:
+            fqn = engine.fqn_of.get(id(parameter))
+            if fqn is not None and engine.home_of(fqn) is not None:
+                raise ModelError(
+                    f"parameter {name!r} is parameter {fqn!r} of another model that was given to distributed_model: "
+                    "two engines would keep it in two places. Wrap one model that holds both parts, once"
+                )
+
+
+def refuse_changed_parameters(
+    parameters: Mapping[str, nn.Parameter], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Raises ModelError: `change` would give a parameter another type, device or memory; tried on one like it."""
+    tried = set()
+    for fqn, parameter in parameters.items():
+        kind = (parameter.dtype, parameter.device, parameter.dim())
+        if kind in tried:
+            continue
+        tried.add(kind)
+        probe = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+        address = probe.data_ptr()
+        changed = change(probe)
+        if changed is not probe or probe.data_ptr() != address:
+            into = f"{changed.dtype} on {changed.device}"
+            raise ModelError(
+                f"this call (.to(), .half(), .cuda(), .to_empty(), .share_memory() or the like) would give parameter "
+                f"{fqn!r}, {parameter.dtype} on {parameter.device}, other memory ({into}): the engine would update the "
+                "old one. Do it before distributed_model; for computing in low precision set strategy.amp"
+            )
 
 
 def check_alike_on_all_ranks(model: nn.Module, group: ops.Group) -> None:
@@ -61,6 +107,38 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
+def check_aliases(model: nn.Module) -> None:
+    """That nothing beside a trainable parameter lies in its memory, which moves into a bucket.
+
+    Raises:
+        ModelError: a buffer, or a tensor kept as an attribute, that plain torch would see change with a parameter.
+    """
+    homes = {
+        p.untyped_storage().data_ptr(): (fqn, p)
+        for fqn, p in model.named_parameters()
+        if p.requires_grad and p.numel() > 0 and not p.is_meta
+    }
+    known = {id(parameter) for parameter in model.parameters()}
+    for name, module in model.named_modules():
+        kept: dict[str, object] = dict(module.named_buffers(recurse=False))
+        kept |= {key: v for key, v in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+        for key, value in kept.items():
+            items = value if isinstance(value, list | tuple) else value.values() if type(value) is dict else (value,)
+            for tensor in items:
+                if not isinstance(tensor, torch.Tensor) or id(tensor) in known or tensor.layout is not torch.strided:
+                    continue
+                fqn, parameter = homes.get(tensor.untyped_storage().data_ptr(), ("", None))
+                # torch.nn.utils.spectral_norm leaves the weight itself under its name until the first forward.
+                if parameter is None or getattr(module, f"{key}_orig", None) is parameter:
+                    continue
+                where = f"{name}.{key}" if name else key
+                raise ModelError(
+                    f"{where!r} is another view of the memory of parameter {fqn!r}, and would keep the values of now "
+                    "while the parameter moves into a bucket and is trained: compute it from the parameter where it is "
+                    "used, or store a copy (tensor.clone())"
+                )
+
+
 def check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
     """What the engine cannot hold or watch, refused by name.
 
@@ -80,7 +158,8 @@ def check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
                     f"module {name!r} has max_norm={module.max_norm}: its forward changes the weight, by this rank's "
                     "own indices, so the ranks would train different models; leave max_norm out"
                 )
-    absent = resolved.zero_stage == 3 and resolved.shard_size > 1
+    check_aliases(model)
+    absent = resolved.zero_stage == 3 and (resolved.shard_size > 1 or resolved.offload == "parameters")
     if absent or resolved.overlap_param_gather:
         setting = "stage 3" if absent else "overlap_param_gather=True"
         for name, module in model.named_modules():

@@ -15,7 +15,7 @@ from torch import nn
 
 from hybrid.metadata import METADATA_CALLS
 
-__all__ = ["AbsentParameter", "Keeper", "mark_absent", "mark_present"]
+__all__ = ["AbsentParameter", "Keeper", "bring_all", "mark_absent", "mark_present"]
 
 # Metadata, and what puts a gradient there or takes it away.
 _HARMLESS: frozenset[Any] = METADATA_CALLS | {
@@ -37,6 +37,7 @@ _HARMLESS: frozenset[Any] = METADATA_CALLS | {
     torch.rand_like,
     torch.randn_like,
     torch.autograd.grad,
+    torch.autograd.backward,  # its `inputs`
 }
 
 
@@ -56,10 +57,7 @@ class AbsentParameter(nn.Parameter):
     ) -> Any:
         if func in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
-        for parameter in _absent_in((args, kwargs)):
-            keeper = _keepers.get(id(parameter))
-            if keeper is not None:  # else it came with an argument before it
-                keeper.bring(parameter)
+        bring_all((args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -93,6 +91,14 @@ def mark_present(parameters: Iterable[nn.Parameter]) -> None:
         if type(parameter) is AbsentParameter:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
             _keepers.pop(id(parameter), None)
+
+
+def bring_all(value: Any) -> None:
+    """Have the values of all absent parameters in a tree of dicts, lists and tuples brought."""
+    for parameter in _absent_in(value):
+        keeper = _keepers.get(id(parameter))
+        if keeper is not None:  # else it came with one before it
+            keeper.bring(parameter)
 
 
 def _absent_in(value: Any) -> list[AbsentParameter]:

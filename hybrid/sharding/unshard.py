@@ -19,8 +19,7 @@ freed, though for others its parameters are absent, until `end_run`, an update, 
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,17 +32,11 @@ from hybrid.collectives.ranges import named_range
 from hybrid.errors import ModelError
 from hybrid.sharding.absence import mark_absent, mark_present
 from hybrid.sharding.bucket import Bucket
+from hybrid.sharding.gathered import GatheredBuckets
+from hybrid.sharding.module_hook import ModuleHook
 from hybrid.sharding.tensors import tensors_in
 
-__all__ = ["ShardedState", "Unsharder"]
-
-
-class ShardedState(enum.Enum):
-    """What of a bucket's parameters is in memory on this rank."""
-
-    FREED = "the own shard, B/N"
-    ARRIVING = "the own shard and the whole buffer, under way, B/N + B"
-    WHOLE = "the own shard and the whole buffer, B/N + B"
+__all__ = ["Unsharder"]
 
 
 class Unsharder:
@@ -74,11 +67,10 @@ class Unsharder:
         self._prefetch = prefetch
         self._keep_for_a_run = keep_for_a_run
         self._in_run = False
-        self._state = [ShardedState.FREED] * len(self._buckets)
-        self._handles: dict[int, ops.Handle] = {}
         self._fqn_of = {id(p): fqn for bucket in buckets for fqn, p in zip(bucket.fqns, bucket.parameters, strict=True)}
         self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.parameters}
         self._units = self._find_units(model, unit_names)
+        self.gathered = GatheredBuckets(self._buckets, self._groups, contents=self._contents)
         # A parameter is present, that is an ordinary one, while its own unit runs. Any other use of it goes through
         # `bring`, also where its bucket happens to be whole: who read it must find it in backward.
         self._parameters = {name: tuple(model.get_submodule(name).parameters()) for name in self._units}
@@ -96,16 +88,15 @@ class Unsharder:
         self._edited = 0
         self._order: list[str] = []  # units in the order in which their forwards began, last pass
         self._this_pass: list[str] = []
-        self.peak_whole = 0
         for bucket in self._buckets:
             mark_absent(bucket.parameters, self)
         for module in (model, *self._callable_alone(model, unit_names)):
-            module.register_forward_pre_hook(self._before_model, prepend=True)
-            module.register_forward_hook(self._after_model, always_call=True)
+            module.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True)
+            module.register_forward_hook(ModuleHook(self._after_model), always_call=True)
         for name in self._units:
             unit = model.get_submodule(name)
-            unit.register_forward_pre_hook(self._before_unit_hook(name), prepend=True)
-            unit.register_forward_hook(self._after_unit_hook(name), always_call=True)
+            unit.register_forward_pre_hook(ModuleHook(self._before_unit_hook(name)), prepend=True)
+            unit.register_forward_hook(ModuleHook(self._after_unit_hook(name)), always_call=True)
 
     # -- construction ----------------------------------------------------------------------------------
 
@@ -138,7 +129,7 @@ class Unsharder:
     # -- forward ---------------------------------------------------------------------------------------
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        if shims.in_backward():
+        if shims.in_backward() or self._in_transform():
             return
         if self._forward_depth == 0:
             self._in_backward = False
@@ -150,7 +141,7 @@ class Unsharder:
         self._forward_depth += 1
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if shims.in_backward():
+        if shims.in_backward() or shims.in_function_transform():
             return
         self._forward_depth = max(0, self._forward_depth - 1)
         if self._forward_depth > 0:
@@ -176,6 +167,8 @@ class Unsharder:
 
     def _before_unit_hook(self, name: str) -> Any:
         def before_unit(module: nn.Module, args: Any) -> None:
+            if self._in_transform():
+                return
             self._active.append(name)
             with named_range("gather unit", name):
                 self._gather(self._units[name])
@@ -189,6 +182,8 @@ class Unsharder:
 
     def _after_unit_hook(self, name: str) -> Any:
         def after_unit(module: nn.Module, args: Any, output: Any) -> None:
+            if shims.in_function_transform():
+                return
             if name in self._active:
                 del self._active[len(self._active) - 1 - self._active[::-1].index(name)]
             if name not in self._active and not shims.in_backward():
@@ -205,6 +200,22 @@ class Unsharder:
                 self._free_idle()  # a unit called by itself
 
         return after_unit
+
+    def _in_transform(self) -> bool:
+        """Whether a transform of torch.func runs: everything it needs is whole, or it is refused.
+
+        Raises:
+            ModelError: outside `gather_parameters`; a transform may neither gather nor write into buffers.
+        """
+        if not shims.in_function_transform():
+            return False
+        if not self._edited:
+            raise ModelError(
+                "a transform of torch.func (grad, vmap, jacrev, jvp, ...) runs a model whose parameters are cut over "
+                "ranks (ZeRO stage 3), and cannot gather them: put `with model.gather_parameters():` around the "
+                "transform (every rank), or use stage 2"
+            )
+        return True
 
     def _guard(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on a use of these is one from outside their units, save of those whose unit runs."""
@@ -231,7 +242,9 @@ class Unsharder:
         self._forward_depth = 0
         self._active.clear()
         if not shims.in_backward():
-            self._free_idle()
+            # What is under way is left for the next forward: where a rank failed, it would be waited for in vain, and
+            # that error would hide this one.
+            self._free_idle(also_arriving=False)
 
     # -- backward --------------------------------------------------------------------------------------
 
@@ -287,12 +300,14 @@ class Unsharder:
         bucket = self._bucket_of[id(parameter)]
         running = self._forward_depth > 0 or self._active or shims.in_backward()
         if not running:
-            fqn = self._fqn_of[id(parameter)]
+            fqn, size = self._fqn_of[id(parameter)], self._groups[bucket.index].size
+            where = f"is cut over {size} ranks (ZeRO stage 3)" if size > 1 else "lies in host memory (offload)"
             raise ModelError(
-                f"parameter {fqn!r} is cut over {self._groups[bucket.index].size} ranks (ZeRO stage 3) and its values "
-                f"are not here: read or edit it inside `with model.gather_parameters({fqn!r}):`, or use "
+                f"parameter {fqn!r} {where} and its values are not here: read or edit it inside `with "
+                f"model.gather_parameters({fqn!r}):`, or use "
                 "hybrid.full_parameter(p), or model.full_state_dict() for all of them (every rank must call them)"
             )
+        self._in_transform()
         self._gather([bucket])
         mark_present([parameter])
         if bucket.index not in self._around and torch.is_grad_enabled() and not shims.in_backward():
@@ -303,25 +318,17 @@ class Unsharder:
         for bucket in wanted:
             self._start(bucket)
         for bucket in wanted:
-            self._arrive(bucket)
+            self.gathered.arrive(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        if self._state[bucket.index] is not ShardedState.FREED:
-            return
-        self._in_run = self._keep_for_a_run and (torch.is_grad_enabled() or shims.in_backward())
-        bucket.allocate_data()
-        group = self._groups[bucket.index]
-        self._handles[bucket.index] = ops.all_gather(
-            bucket.data, bounds=bucket.partition.bounds, group=group, tag=bucket.index
-        )
-        self._state[bucket.index] = ShardedState.ARRIVING
-        whole = sum(state is not ShardedState.FREED for state in self._state)
-        self.peak_whole = max(self.peak_whole, whole)
+        if self.gathered.start(bucket):
+            self._in_run = self._keep_for_a_run and (torch.is_grad_enabled() or shims.in_backward())
 
-    def _arrive(self, bucket: Bucket) -> None:
-        if self._state[bucket.index] is ShardedState.ARRIVING:
-            self._handles.pop(bucket.index).wait()
-            self._state[bucket.index] = ShardedState.WHOLE
+    def _contents(self, index: int) -> str:
+        """The block, or what around the blocks, that lies in a bucket."""
+        bucket = self._buckets[index]
+        names = [name for name, buckets in self._units.items() if bucket in buckets]
+        return f"block {', '.join(map(repr, names))}" if names else bucket.contents()
 
     def _fetch_ahead(self, name: str, *, step: int) -> None:
         """Start the gather of the units that followed (or preceded) this one in the last pass."""
@@ -336,7 +343,7 @@ class Unsharder:
                     for bucket in self._units[order[neighbour]]:
                         self._start(bucket)
 
-    def _free_idle(self) -> None:
+    def _free_idle(self, *, also_arriving: bool = True) -> None:
         """Free what no running unit needs, and the model's forward or backward does not hold."""
         if self._edited:
             return
@@ -347,21 +354,20 @@ class Unsharder:
             needed |= self._needed_in_backward
         needed |= self._kept | self._lent
         for bucket in self._buckets:
-            if bucket.index not in needed:
+            if bucket.index not in needed and (also_arriving or self.gathered.is_whole(bucket)):
                 self._free(bucket)
 
     def _free(self, bucket: Bucket, *, out_of_date: bool = False) -> None:
         """`out_of_date`: the own shard is newer; else what a forward wrote into the parameters goes into it."""
-        if self._state[bucket.index] is ShardedState.FREED or (self._hold and not out_of_date):
+        if self.gathered.is_freed(bucket) or (self._hold and not out_of_date):
             return
-        self._arrive(bucket)  # resizing a buffer that is being received into would lose the message
+        self.gathered.arrive(bucket)  # resizing a buffer that is being received into would lose the message
         if not out_of_date:
             bucket.take_edits_from_data()
         mark_absent(bucket.parameters, self)
         if self._in_run and not out_of_date:
             return
-        bucket.free_data()
-        self._state[bucket.index] = ShardedState.FREED
+        self.gathered.free(bucket)
 
     def end_run(self) -> None:
         """Free what stayed whole for a run of micro-batches."""
@@ -407,9 +413,3 @@ class Unsharder:
                     self._free(bucket)
                 elif bucket.index not in self._around:
                     self._guard(bucket.parameters)
-
-    def is_whole(self, bucket: Bucket) -> bool:
-        return self._state[bucket.index] is ShardedState.WHOLE
-
-    def states(self) -> Mapping[int, ShardedState]:
-        return dict(enumerate(self._state))

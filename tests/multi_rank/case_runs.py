@@ -97,6 +97,8 @@ def assert_close(got: Any, wanted: Any, tolerance: float, what: str) -> None:
     assert got.shape == wanted.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
     if wanted.numel() == 0:
         return
+    if wanted.is_complex():
+        got, wanted = torch.view_as_real(got.detach()), torch.view_as_real(wanted.detach())
     off = (got.detach().double() - wanted.detach().double()).abs() / wanted.detach().double().abs().clamp(min=1)
     largest = off.max().item()
     assert largest <= tolerance, f"{what}: off by {largest:.2e} (allowed {tolerance:.0e}): {got}, not {wanted}"

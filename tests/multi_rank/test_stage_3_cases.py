@@ -347,15 +347,21 @@ def memory(world_size: int) -> None:
 
         own_only()
         for _ in range(2):
-            engine.unsharder.peak_whole = 0
+            engine.unsharder.gathered.peak_whole = 0
             loss = functional.mse_loss(model(inputs), targets)
             own_only()
             loss.backward()
             own_only()
+            trainable = sum(bucket.partition.num_elements for bucket in engine.buckets) * 8
+            assert model.memory_bytes()["gradients"] == trainable // world_size
             optimizer.step()
             own_only()
             optimizer.zero_grad()
-            assert engine.unsharder.peak_whole <= around + 2 * per_unit, (engine.unsharder.peak_whole, around, per_unit)
+            assert engine.unsharder.gathered.peak_whole <= around + 2 * per_unit, (
+                engine.unsharder.gathered.peak_whole,
+                around,
+                per_unit,
+            )
         with torch.no_grad():
             model(inputs)
         own_only()
