@@ -89,7 +89,9 @@ class DemoDisplay:
         if self._memory:
             state = max(memory.state_bytes for memory in self._memory.values())
             resident = max(memory.resident_bytes for memory in self._memory.values())
-            memory = f"memory per rank: training state {format_bytes(state)}, process {format_bytes(resident)}"
+            on_host = max(memory.host_bytes for memory in self._memory.values())
+            also = f" (and {format_bytes(on_host)} in host memory)" if on_host else ""
+            memory = f"memory per rank: training state {format_bytes(state)}{also}, process {format_bytes(resident)}"
         self._bar.update(self._task, completed=event.step, text=text)
         self._below.plain = memory
         every = max(1, self._num_steps // NUM_PLAIN_LINES)
@@ -131,6 +133,7 @@ class DemoDisplay:
             ("gradients", parameters, max(memory.gradient_bytes for memory in ranks)),
             ("optimizer state (AdamW)", 2 * parameters, max(memory.optimizer_bytes for memory in ranks)),
             ("together", 4 * parameters, max(memory.state_bytes for memory in ranks)),
+            *([("in host memory", 0, on_host)] if (on_host := max(memory.host_bytes for memory in ranks)) else []),
             (
                 "activations of a forward",
                 self._finished.plain_activation_bytes,
@@ -145,5 +148,6 @@ class DemoDisplay:
         )
         for name, plain, measured in rows:
             ratio = f"{measured / plain:.0%}" if plain else ""
-            table.add_row(name, format_bytes(plain), format_bytes(measured), ratio, end_section=name == "together")
+            ends = name == ("in host memory" if on_host else "together")
+            table.add_row(name, format_bytes(plain), format_bytes(measured), ratio, end_section=ends)
         return table

@@ -42,6 +42,7 @@ class Memory:
     optimizer_bytes: int
     activation_bytes: int | None  # that one forward keeps for backward; at the end only
     resident_bytes: int
+    host_bytes: int = 0  # of the training state, in host memory: not among the others
 
     @property
     def state_bytes(self) -> int:

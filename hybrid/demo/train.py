@@ -220,6 +220,7 @@ def memory_of(model: DistributedModel, rank: int, *, activation_bytes: int | Non
         optimizer_bytes=live["optimizer_state"],
         activation_bytes=activation_bytes,
         resident_bytes=psutil.Process().memory_info().rss,
+        host_bytes=sum(size for name, size in live.items() if name.startswith("host_")),
     )
 
 

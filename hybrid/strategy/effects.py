@@ -25,6 +25,12 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
                 f"{choice.said} does nothing {at_stage}: parameters are gathered by unit at stage 3 only; choose "
                 f"stage 3, or leave it out{_ELSE[name]}"
             )
+    offload = choices["offload"]
+    if offload.value == "parameters" and stage.value < 3:
+        problems.append(
+            f"{offload.said} {at_stage}: what can lie in host memory are cut parameters, which only stage 3 has; "
+            "choose stage 3, or 'optimizer', which works at every stage"
+        )
     for name in ("sequence_parallel", "tensor_plan", "tensor_verify"):
         choice = choices[name]
         if choice.given and choice.value and choices["tp"].value == 1:
@@ -71,6 +77,12 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
         problems.append(
             f"{reduce.said} does nothing {at_stage}: whole gradients are kept and reduced once "
             f"per step; choose stage 2 or 3, or 'last_micro_batch'"
+        )
+    mode, backend = choices["compile_mode"], choices["compile_backend"]
+    if choices["compile"].value and mode.value is not None and backend.value != "inductor":
+        problems.append(
+            f"{mode.said} does nothing with {backend.said}: modes are of inductor alone; leave it out, or use "
+            "'inductor'"
         )
     problems.extend(_check_every_k(reduce, choices["accumulate_steps"]))
     if choices["amp"].value:

@@ -37,6 +37,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
         "units",
         "prefetch",
         "reshard_after",
+        "offload",
     ),
     "batch": ("micro_batch_size", "accumulate_steps", "global_batch_size", "loss_reduction"),
     "clipping": ("max_norm", "norm_type", "clip_value"),
@@ -55,6 +56,7 @@ _DETAILS = {
         "amp_backoff_factor",
     ),
     "recompute": ("recompute_units", "recompute_policy", "recompute_preserve_rng"),
+    "compile": ("compile_units", "compile_backend", "compile_mode", "compile_dynamic", "compile_fullgraph"),
     "profile": ("profile_steps", "profile_warmup", "profile_directory"),
     "tensor_parallel": ("sequence_parallel", "tensor_plan", "tensor_verify"),
     "pipeline": ("schedule", "virtual_stages", "split"),
@@ -205,6 +207,9 @@ _OPEN = {
     "accumulate_steps": "follows from the world size",
     "units": "repeated blocks of the model",
     "recompute_units": "repeated blocks of the model",
+    "compile_units": "repeated blocks of the model",
+    "compile_mode": "default",
+    "compile_dynamic": "what has been seen to change",
     "max_norm": "off",
     "clip_value": "off",
     "seed": "not set",
@@ -227,7 +232,7 @@ def _value(name: str, choice: Choice, choices: Mapping[str, Choice]) -> str:
         return f"not used with {choices['amp_dtype'].value}"
     if name == "amp_buffer_dtype" and value == "float32":
         return "as the model"
-    if name == "recompute_units" and value is None and choices["units"].value is not None:
+    if name in {"recompute_units", "compile_units"} and value is None and choices["units"].value is not None:
         return "as units of sharding"
     if value is None:
         return _OPEN.get(name, "none")

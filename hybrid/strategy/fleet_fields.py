@@ -161,6 +161,15 @@ _USED = (
         )
         for key, dtype in (("use_pure_fp16", "float16"), ("use_pure_bf16", "bfloat16"))
     ),
+    # ---- host memory
+    _maps(
+        "sharding_configs.optimize_offload",
+        "offload",
+        "true is offload 'optimizer', false leaves it open",
+        reader=read_boolean,
+        schema=_BOOL,
+        convert=lambda on: "optimizer" if on else None,
+    ),
     # ---- accumulation under three names
     _maps("sharding_configs.gradient_merge_acc_step", "accumulate_steps", "is accumulate_steps"),
     _maps("hybrid_configs.sharding_configs.accumulate_steps", "accumulate_steps", "is accumulate_steps"),

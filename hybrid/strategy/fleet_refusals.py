@@ -121,8 +121,6 @@ REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "cuts follow bucket_bytes; leave it out",
     ),
     ("sharding_configs.segment_anchors", (), "cuts follow bucket_bytes; leave it out"),
-    ("sharding_configs.optimize_offload", _OFF, _LATER.format("offload to host memory")),
-    ("sharding_configs.offload", _OFF, _LATER.format("offload to host memory")),
     ("sharding_configs.optimize_cast", _OFF, _STATIC),
     ("sharding_configs.pp_allreduce_in_optimize", _OFF, _STATIC),
     ("sharding_configs.enable_tuning", _OFF, "layouts are given, not searched, by a strategy; leave it out"),
@@ -135,7 +133,7 @@ REFUSALS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
         "hybrid_configs.sharding_configs.offload_opt_buffer_size",
         (-1, 0),
-        _LATER.format("offload to host memory"),
+        "host memory is as large as the state; set sharding_configs.offload = 'optimizer'",
     ),
     # ---- pipeline
     ("pipeline_configs.enable_partial_send_recv", _OFF, _LATER.format("sending boundary values cut over tp")),

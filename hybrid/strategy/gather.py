@@ -28,6 +28,7 @@ FLAGS = {
     "amp": "amp_configs",
     "recompute": "recompute_configs",
     "gradient_merge": "gradient_merge_configs",
+    "compile": "compile_configs",
     "profile": "profile_configs",
 }
 
@@ -50,6 +51,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "units": ("sharding_configs.units",),
     "prefetch": ("sharding_configs.prefetch",),
     "reshard_after": ("sharding_configs.reshard_after",),
+    "offload": ("sharding_configs.offload",),
     "sequence_parallel": ("tensor_parallel_configs.sequence_parallel",),
     "tensor_plan": ("tensor_parallel_configs.plan",),
     "tensor_verify": ("tensor_parallel_configs.verify",),
@@ -69,6 +71,12 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "recompute_units": ("recompute_configs.units",),
     "recompute_policy": ("recompute_configs.policy",),
     "recompute_preserve_rng": ("recompute_configs.preserve_rng",),
+    "compile": ("compile",),
+    "compile_units": ("compile_configs.units",),
+    "compile_backend": ("compile_configs.backend",),
+    "compile_mode": ("compile_configs.mode",),
+    "compile_dynamic": ("compile_configs.dynamic",),
+    "compile_fullgraph": ("compile_configs.fullgraph",),
     "profile": ("profile",),
     "profile_steps": ("profile_configs.steps",),
     "profile_warmup": ("profile_configs.warmup",),

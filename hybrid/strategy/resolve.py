@@ -29,6 +29,7 @@ from hybrid.strategy.features import find_features, settle_stage
 from hybrid.strategy.gather import Gathered, gather
 from hybrid.strategy.resolved import (
     AmpSettings,
+    CompileSettings,
     GradientClipping,
     PipelineSettings,
     ProfileSettings,
@@ -41,7 +42,7 @@ from hybrid.strategy.values import whole
 if TYPE_CHECKING:
     from hybrid.strategy.strategy import DistributedStrategy
 
-__all__ = ["WorkedOut", "amp_settings", "recompute_settings", "resolve", "work_out"]
+__all__ = ["WorkedOut", "amp_settings", "compile_settings", "recompute_settings", "resolve", "work_out"]
 
 _DEGREE_SETTINGS = frozenset({"pp", "dp_replicate", "shard_size", "cp", "tp", "zero_stage"})
 _BATCH_SETTINGS = frozenset({"micro_batch_size", "accumulate_steps", "global_batch_size"})
@@ -140,6 +141,7 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         units=value["units"],
         prefetch=value["prefetch"],
         reshard_after=value["reshard_after"],
+        offload=value["offload"],
         micro_batch_size=value["micro_batch_size"],
         accumulate_steps=value["accumulate_steps"],
         global_batch_size=value["global_batch_size"],
@@ -149,6 +151,7 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         recompute=recompute_settings(value),
         tensor_parallel=tensor_settings(value, degree=layout.degree("tp")),
         pipeline=pipeline_settings(value, degree=layout.degree("pp")),
+        compile=compile_settings(value),
         profile=profile_settings(value),
         seed=value["seed"],
         timeout_seconds=value["timeout_seconds"],
@@ -211,6 +214,20 @@ def recompute_settings(value: Mapping[str, Any]) -> RecomputeSettings | None:
     )
 
 
+def compile_settings(value: Mapping[str, Any]) -> CompileSettings | None:
+    """Compilation out of the values of all settings; None while it is off."""
+    if not value["compile"]:
+        return None
+    units = value["compile_units"]
+    return CompileSettings(
+        units=None if units is None else tuple(units),
+        backend=value["compile_backend"],
+        mode=value["compile_mode"],
+        dynamic=value["compile_dynamic"],
+        fullgraph=value["compile_fullgraph"],
+    )
+
+
 def profile_settings(value: Mapping[str, Any]) -> ProfileSettings | None:
     """Profiling out of the values of all settings; None while it is off."""
     if not value["profile"]:
@@ -250,7 +267,7 @@ def _schedule_problems(choices: Mapping[str, Choice], layout: Layout | None) -> 
     if layout is None or layout.degree("pp") == 1 or steps is None:
         return []
     try:
-        choose_schedule(
+        schedule = choose_schedule(
             choices["schedule"].value,
             num_stages=layout.degree("pp"),
             num_micro_batches=steps,
@@ -258,6 +275,11 @@ def _schedule_problems(choices: Mapping[str, Choice], layout: Layout | None) -> 
         )
     except StrategyError as error:
         return [f"pipeline_configs: {text}" for text in error.problems]
+    if schedule.splits_backward and choices["compile"].value:
+        return [
+            f"{choices['schedule'].said} splits each backward in two, and {choices['compile'].where} = True makes one "
+            "program of the backward of a layer; use '1f1b' or 'interleaved', or leave compile out"
+        ]
     return []
 
 
@@ -273,7 +295,7 @@ def _remarks(found: Gathered, choices: Mapping[str, Choice], layout: Layout | No
     if layout is None:
         return notes
     shard, stage = layout.degree("dp_shard"), choices["zero_stage"]
-    if stage.value >= 1 and shard == 1 and layout.world_size > 1:
+    if stage.value >= 1 and shard == 1 and layout.world_size > 1 and choices["offload"].value != "parameters":
         notes.append(f"shard_size is 1, so stage {stage.value} cuts nothing: this is plain data parallel")
     uses_fleet = any(choices[name].where.startswith("hybrid_configs") for name in ("dp_replicate", "pp"))
     both = min(layout.degree("pp"), layout.degree("dp_replicate")) > 1

@@ -13,6 +13,7 @@ from hybrid.units import format_bytes, format_seconds
 
 __all__ = [
     "AmpSettings",
+    "CompileSettings",
     "GradientClipping",
     "PipelineSettings",
     "ProfileSettings",
@@ -73,6 +74,24 @@ class RecomputeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompileSettings:
+    """Which units are compiled, and how."""
+
+    units: tuple[str, ...] | None
+    backend: str
+    mode: str | None
+    dynamic: bool | None
+    fullgraph: bool
+
+    def __str__(self) -> str:
+        words = [f"{', '.join(self.units) if self.units else 'every block'} by {self.backend}"]
+        words += [f"mode {self.mode}"] if self.mode is not None else []
+        words += [] if self.dynamic is None else [f"shapes {'variable' if self.dynamic else 'fixed'}"]
+        words += ["each in one graph"] * self.fullgraph
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSettings:
     """Which steps are traced, and where the files go."""
 
@@ -109,7 +128,7 @@ class PipelineSettings:
     schedule: str
     """A name, or the text of a schedule of one's own."""
     virtual_stages: int
-    split: str | tuple[int, ...] | None
+    split: str | tuple[int, ...] | tuple[str, ...] | None
 
     @property
     def num_chunks(self) -> int:
@@ -154,6 +173,7 @@ class ResolvedStrategy:
     units: tuple[str, ...] | None
     prefetch: int
     reshard_after: Literal["unit", "run"]
+    offload: Literal["none", "optimizer", "parameters"]
     micro_batch_size: int | None
     accumulate_steps: int
     global_batch_size: int | None
@@ -165,6 +185,8 @@ class ResolvedStrategy:
     """None at degree 1."""
     pipeline: PipelineSettings | None
     """None at degree 1."""
+    compile: CompileSettings | None = None
+    """None while it is off."""
     profile: ProfileSettings | None = None
     """None while it is off."""
     seed: int | None
@@ -186,6 +208,7 @@ class ResolvedStrategy:
             f"(replicas × shard_size)",
             *([f"tensor      layers cut {self.tensor_parallel}"] if self.tensor_parallel is not None else []),
             *([f"pipeline    {self.pipeline}"] if self.pipeline is not None else []),
+            *([f"offload     {_offload(self)}"] if self.offload != "none" else []),
             f"traffic     buckets of {format_bytes(self.bucket_bytes)}; overlap {_switch(self.overlap_comm)}; "
             f"{_gather(self)}; "
             f"gradients reduced {_reduction(self.grad_reduce)}",
@@ -193,6 +216,7 @@ class ResolvedStrategy:
             f"{'their own type' if self.grad_dtype == 'param' else self.grad_dtype}; all sent in "
             f"{'the type of accumulation' if self.reduce_dtype == 'grad' else self.reduce_dtype}",
             f"precision   {self.amp or 'as the model'}; recompute {self.recompute or 'off'}",
+            *([f"compiled    {self.compile}"] if self.compile is not None else []),
             f"batch       {_batch(self)}",
             f"clipping    {self.gradient_clipping or 'off'}",
             f"loss        {self.loss_reduction} over samples; seed {'not set' if self.seed is None else self.seed}; "
@@ -210,6 +234,11 @@ def _gather(resolved: ResolvedStrategy) -> str:
         kept = ", kept for a run of micro-batches" if resolved.reshard_after == "run" else ""
         return f"parameters gathered by unit ({units}), {resolved.prefetch} ahead{kept}"
     return f"parameter gather {'in the next forward' if resolved.overlap_param_gather else 'at the end of the step'}"
+
+
+def _offload(resolved: ResolvedStrategy) -> str:
+    also = ", and the cut parameters" if resolved.offload == "parameters" else ""
+    return f"optimizer state, masters and reduced gradients in host memory{also}; the host updates"
 
 
 def _switch(value: bool) -> str:

@@ -12,10 +12,12 @@ from hybrid.errors import StrategyError
 from hybrid.strategy.settings import Section
 from hybrid.strategy.values import (
     AmpDtype,
+    BackendName,
     BackoffFactor,
     Boolean,
     BufferDtype,
     ByteCount,
+    CompileMode,
     Count,
     Degree,
     FolderPath,
@@ -32,11 +34,13 @@ from hybrid.strategy.values import (
     StageSplit,
     WholeFromZero,
     one_of,
+    read_boolean,
     whole,
 )
 
 __all__ = [
     "AmpConfigs",
+    "CompileConfigs",
     "GradientClippingConfigs",
     "GradientMergeConfigs",
     "GradientScaleConfigs",
@@ -57,6 +61,23 @@ ZeroStage = Annotated[
     WithJsonSchema({"type": "integer", "enum": [0, 1, 2, 3]}),
 ]
 ReshardAfter = Annotated[Literal["unit", "run"], BeforeValidator(one_of("unit", "run"))]
+
+
+def _read_offload(value: object) -> str:
+    """A word, or Fleet's boolean."""
+    if value is None:
+        return "none"
+    try:
+        return "optimizer" if read_boolean(value) else "none"
+    except ValueError:
+        return one_of("none", "optimizer", "parameters")(value)
+
+
+Offload = Annotated[
+    Literal["none", "optimizer", "parameters"],
+    BeforeValidator(_read_offload),
+    WithJsonSchema({"enum": ["none", "optimizer", "parameters", False, True]}),
+]
 Partition = Annotated[Literal["auto", "element", "parameter"], BeforeValidator(one_of("auto", "element", "parameter"))]
 
 
@@ -90,6 +111,9 @@ class ShardingConfigs(Section):
     """Units gathered ahead of the one that computes (stage 3)."""
     reshard_after: ReshardAfter = "unit"
     """How long a gathered unit stays whole: while it computes, or for a run of micro-batches (stage 3)."""
+    offload: Offload = "none"
+    """What lies in host memory: optimizer state, masters and reduced gradients (`optimizer`, also `true`); at stage 3
+    the cut parameters as well (`parameters`)."""
 
 
 class TensorParallelConfigs(Section):
@@ -129,7 +153,8 @@ class PipelineConfigs(Section):
     virtual_stages: Count = 1
     """Chunks of layers on each stage."""
     split: StageSplit | None = None
-    """Which layers each chunk holds: `auto` (balanced), `uniform`, `layer:ClassName`, or the number of each."""
+    """Which layers each chunk holds: `auto` (balanced), `uniform`, `layer:ClassName`, the number of each, or the first
+    layer of each chunk but the first."""
 
 
 class AmpConfigs(Section):
@@ -172,6 +197,23 @@ class RecomputeConfigs(Section):
     """`full` keeps only the inputs; `selective` keeps the results of expensive operations as well."""
     preserve_rng: Boolean = True
     """The second forward draws the same random numbers as the first."""
+
+
+class CompileConfigs(Section):
+    """Units compiled by torch.compile. Needs `compile = True`."""
+
+    PATH: ClassVar[str] = "compile_configs"
+
+    units: Names | None = None
+    """Names or classes of the modules to compile, each by itself; every repeated block if not given."""
+    backend: BackendName = "inductor"
+    """What makes programs of the graphs, one of `torch.compiler.list_backends()`."""
+    mode: CompileMode | None = None
+    """What inductor spends its time on: `default`, or `max-autotune-no-cudagraphs`."""
+    dynamic: Boolean | None = None
+    """Shapes as variables: from the start, never, or (not given) those that have been seen to change."""
+    fullgraph: Boolean = False
+    """Stop at a unit that cannot be one graph, instead of running what lies between its graphs as it is."""
 
 
 class ProfileConfigs(Section):

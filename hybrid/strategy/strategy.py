@@ -20,6 +20,7 @@ from hybrid.strategy.resolved import ResolvedStrategy
 from hybrid.strategy.schema import schema_of
 from hybrid.strategy.sections import (
     AmpConfigs,
+    CompileConfigs,
     GradientClippingConfigs,
     GradientMergeConfigs,
     GradientScaleConfigs,
@@ -80,6 +81,10 @@ class DistributedStrategy(Settings):
     """Compute activations again in backward instead of keeping them."""
     recompute_configs: RecomputeConfigs = Field(default_factory=RecomputeConfigs)
     """Settings of `recompute`."""
+    compile: Boolean = False
+    """Compile each repeated block by torch.compile."""
+    compile_configs: CompileConfigs = Field(default_factory=CompileConfigs)
+    """Settings of `compile`."""
     profile: Boolean = False
     """Trace some steps of `train_batch`, then print where their time went and what to change."""
     profile_configs: ProfileConfigs = Field(default_factory=ProfileConfigs)

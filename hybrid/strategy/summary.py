@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hybrid.strategy.resolve import amp_settings, recompute_settings, work_out
+from hybrid.strategy.resolve import amp_settings, compile_settings, recompute_settings, work_out
 from hybrid.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def summary(strategy: DistributedStrategy) -> str:
         *_stage_3(value),
         f"amp {amp_settings(value) or 'off'}",
         f"recompute {recompute_settings(value) or 'off'}",
+        *([f"compile {compiled}"] if (compiled := compile_settings(value)) is not None else []),
         f"micro_batch_size {_open(value['micro_batch_size'])}",
         f"accumulate_steps {_open(value['accumulate_steps'])}",
         f"global_batch_size {_open(value['global_batch_size'])}",

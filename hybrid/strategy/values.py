@@ -24,10 +24,12 @@ from hybrid.units import parse_bytes, parse_number
 
 __all__ = [
     "AmpDtype",
+    "BackendName",
     "BackoffFactor",
     "Boolean",
     "BufferDtype",
     "ByteCount",
+    "CompileMode",
     "Count",
     "Degree",
     "FolderPath",
@@ -188,6 +190,27 @@ def _read_names(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+_GRAPHS = "CUDA graphs are not available: they replay a step on fixed addresses, which gathered parameters do not keep"
+
+
+def _read_backend(value: object) -> str:
+    """Which backends there are, torch knows; that is looked up when the model is there."""
+    word = value.strip() if isinstance(value, str) else ""
+    if not word:
+        raise ValueError(f"expected the name of a backend of torch.compile, such as 'inductor', got {_kind(value)}")
+    if word == "cudagraphs":
+        raise ValueError(f"{_GRAPHS}; use 'inductor'")
+    return word
+
+
+def _read_compile_mode(value: object) -> str:
+    word = value.strip() if isinstance(value, str) else ""
+    if word in {"reduce-overhead", "max-autotune"}:
+        instead = "max-autotune-no-cudagraphs" if word == "max-autotune" else "default"
+        raise ValueError(f"{_GRAPHS}; use {instead!r}")
+    return one_of("default", "max-autotune-no-cudagraphs")(value)
+
+
 def _read_plan(value: object) -> dict[str, Any]:
     """Which names, styles and words there are is seen when the model is there; here, only the form."""
     if not isinstance(value, Mapping):
@@ -206,17 +229,25 @@ def _read_plan(value: object) -> dict[str, Any]:
     return read
 
 
-def _read_split(value: object) -> str | tuple[int, ...]:
-    """How layers are shared out: a word, the class whose layers are counted, or the number of layers of each chunk."""
+def _read_split(value: object) -> str | tuple[int, ...] | tuple[str, ...]:
+    """How layers are shared out: a word, the class whose layers are counted, the number of layers of each chunk, or the
+    names of those at which chunks begin."""
     if isinstance(value, str):
         if value.lower().startswith("layer:") and value[6:].strip():
             return f"layer:{value[6:].strip()}"
         try:
             return one_of("auto", "uniform")(value)
         except ValueError as error:
-            raise ValueError(f"{error}; or 'layer:ClassName', or the number of layers of each chunk") from None
+            raise ValueError(
+                f"{error}; or 'layer:ClassName', the number of layers of each chunk, or the name of the first layer of "
+                "each chunk but the first"
+            ) from None
     if not isinstance(value, Sequence) or not value:
-        raise ValueError(f"expected 'auto', 'uniform', 'layer:ClassName' or a list of counts, got {_kind(value)}")
+        raise ValueError(
+            f"expected 'auto', 'uniform', 'layer:ClassName' or a list of counts or of names, got {_kind(value)}"
+        )
+    if all(isinstance(item, str) and item.strip() for item in value):
+        return tuple(str(item).strip() for item in value)
     return tuple(whole(1)(count) for count in value)
 
 
@@ -348,15 +379,26 @@ FolderPath = Annotated[
     BeforeValidator(_read_path),
     WithJsonSchema({"type": "string", "minLength": 1, "examples": ["runs/profile"]}),
 ]
+BackendName = Annotated[
+    str,
+    BeforeValidator(_read_backend),
+    WithJsonSchema({"type": "string", "minLength": 1, "examples": ["inductor", "aot_eager"]}),
+]
+CompileMode = Annotated[
+    Literal["default", "max-autotune-no-cudagraphs"],
+    BeforeValidator(_read_compile_mode),
+    WithJsonSchema({"type": "string", "enum": ["default", "max-autotune-no-cudagraphs"]}),
+]
 Names = Annotated[tuple[str, ...], BeforeValidator(_read_names), WithJsonSchema(_NAMES_SCHEMA)]
 StageSplit = Annotated[
-    str | tuple[int, ...],
+    str | tuple[int, ...] | tuple[str, ...],
     BeforeValidator(_read_split),
     WithJsonSchema(
         {
             "anyOf": [
                 {"type": "string", "examples": ["auto", "uniform", "layer:Block"]},
                 {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "examples": [["model.layers.8"]]},
             ]
         }
     ),

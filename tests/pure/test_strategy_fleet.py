@@ -127,6 +127,8 @@ def test_setting_one_key_keeps_the_others_of_the_section() -> None:
         ({"fuse_grad_size_in_MB": 4}, "bucket_bytes", 4 * 2**20),
         ({"hybrid_configs": {"sharding_configs": {"comm_buffer_size_MB": 4}}}, "bucket_bytes", 4 * 2**20),
         ({"sharding": True, "sharding_configs": {"segment_broadcast_MB": 4}}, "bucket_bytes", 4 * 2**20),
+        ({"sharding": True, "sharding_configs": {"optimize_offload": True}}, "offload", "optimizer"),
+        ({"sharding": True, "sharding_configs": {"optimize_offload": False}}, "offload", "none"),
         ({"hybrid_configs": {"sharding_configs": {"comm_overlap": False}}}, "overlap_comm", False),
         ({"gradient_scale_configs": {"scale_strategy": "sum"}}, "loss_reduction", "sum"),
         ({"fp16_allreduce": True}, "reduce_dtype", "float16"),
@@ -212,11 +214,32 @@ def test_refused_fields_say_why_and_their_off_values_pass(path: str, off: tuple[
         ({"localsgd": True}, "accumulate_steps"),
         ({"sync_batch_norm": True}, "convert_sync_batchnorm"),
         ({"hybrid_configs": {"ep_degree": 2}}, "not available yet"),
-        ({"sharding_configs": {"offload": True}}, "not available yet"),
+        ({"hybrid_configs": {"sharding_configs": {"offload_opt_buffer_size": 8}}}, "offload = 'optimizer'"),
     ],
 )
 def test_refusals_show_the_way(settings: dict[str, Any], way_out: str) -> None:
     assert way_out in problems_of(lambda: DistributedStrategy(settings))[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"), [(True, "optimizer"), ("false", "none"), (None, "none"), ("Parameters", "parameters")]
+)
+def test_offload_takes_fleets_boolean(value: object, meant: str) -> None:
+    """Protects Fleet's scripts, whose `offload` is a boolean, and the text form, in which it stays what it means."""
+    strategy = DistributedStrategy({"sharding": True, "sharding_configs": {"stage": 3, "offload": value}})
+    assert strategy.resolve(2).offload == meant
+    assert DistributedStrategy(strategy.to_dict()) == strategy
+
+
+def test_offloaded_parameters_need_stage_3() -> None:
+    """Protects against a setting that could do nothing: below stage 3 no rank has a part of the parameters only."""
+    for stage in (0, 1, 2):
+        settings = {"sharding": True, "sharding_configs": {"stage": stage, "offload": "parameters"}}
+        refused(settings, 2, f"at stage {stage}", "choose stage 3", "'optimizer', which works at every stage")
+    refused({"sharding_configs": {"offload": "optimizer"}}, 2, "sharding was not set", "set sharding = True")
+    both = {"stage": 3, "offload": "parameters", "optimize_offload": True}
+    refused({"sharding": True, "sharding_configs": both}, 2, "2 places", "optimize_offload")
+    problems_of(lambda: DistributedStrategy({"sharding_configs": {"offload": "cpu"}}))
 
 
 def test_fields_of_fleet_can_be_read_and_taken_back() -> None:
