@@ -18,7 +18,9 @@ _HOMES = {
     "CollectiveError": "hybrid.errors",
     "CsvLogger": "hybrid.profile.loggers",
     "DistributedBatchSampler": "hybrid.data.sampler",
+    "DistributedIterable": "hybrid.data.iterable",
     "DistributedStrategy": "hybrid.strategy",
+    "Evaluation": "hybrid.compose.evaluation",
     "GradientAccessError": "hybrid.errors",
     "HybridError": "hybrid.errors",
     "LaunchError": "hybrid.errors",
@@ -35,16 +37,21 @@ _HOMES = {
     "distributed_model": "hybrid.compose.model",
     "distributed_optimizer": "hybrid.compose.optimizer",
     "distributed_scaler": "hybrid.compose.scaler",
+    "evaluate": "hybrid.compose.evaluation",
+    "even_batches": "hybrid.compose.even_batches",
     "export_weights": "hybrid.compose.weights_export",
     "full_gradient": "hybrid.compose.access",
     "full_parameter": "hybrid.compose.access",
     "get_hybrid_communicate_group": "hybrid.compose.context",
+    "import_config": "hybrid.strategy.importing",
     "init": "hybrid.compose.context",
     "is_initialized": "hybrid.compose.context",
     "get_mesh": "hybrid.compose.context",
     "load_checkpoint": "hybrid.compose.checkpoint_load",
     "load_weights": "hybrid.compose.weights_load",
+    "loader_generator": "hybrid.data.seeds",
     "plan": "hybrid.planner.plan",
+    "reduce_metrics": "hybrid.compose.evaluation",
     "resume_directory": "hybrid.launch.variables",
     "save_checkpoint": "hybrid.compose.checkpoint_save",
     "set_full_parameter": "hybrid.compose.access",
@@ -71,12 +78,18 @@ if TYPE_CHECKING:
     from hybrid.compose.context import init as init
     from hybrid.compose.context import is_initialized as is_initialized
     from hybrid.compose.context import shutdown as shutdown
+    from hybrid.compose.evaluation import Evaluation as Evaluation
+    from hybrid.compose.evaluation import evaluate as evaluate
+    from hybrid.compose.evaluation import reduce_metrics as reduce_metrics
+    from hybrid.compose.even_batches import even_batches as even_batches
     from hybrid.compose.model import distributed_model as distributed_model
     from hybrid.compose.optimizer import distributed_optimizer as distributed_optimizer
     from hybrid.compose.scaler import distributed_scaler as distributed_scaler
     from hybrid.compose.weights_export import export_weights as export_weights
     from hybrid.compose.weights_load import load_weights as load_weights
+    from hybrid.data.iterable import DistributedIterable as DistributedIterable
     from hybrid.data.sampler import DistributedBatchSampler as DistributedBatchSampler
+    from hybrid.data.seeds import loader_generator as loader_generator
     from hybrid.errors import BatchError as BatchError
     from hybrid.errors import CheckpointError as CheckpointError
     from hybrid.errors import CollectiveError as CollectiveError
@@ -96,6 +109,7 @@ if TYPE_CHECKING:
     from hybrid.profile.loggers import TensorBoardLogger as TensorBoardLogger
     from hybrid.profile.step_record import StepRecord as StepRecord
     from hybrid.strategy import DistributedStrategy as DistributedStrategy
+    from hybrid.strategy.importing import import_config as import_config
 
 
 def __getattr__(name: str) -> Any:

@@ -5,8 +5,10 @@ Nothing else in the package touches a private name.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ __all__ = [
     "ATTENTION_OPERATIONS",
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
+    "GROUPED_PRODUCT",
     "SCHEDULER_STEP_CALLED",
     "SCHEDULER_STEP_MARK",
     "UNSCALES_BY_ITSELF",
@@ -27,12 +30,19 @@ __all__ = [
     "forward_hooks",
     "give_memory",
     "has_backward_hooks",
+    "has_gradient_hooks",
     "in_backward",
+    "in_function_transform",
+    "is_compiled",
+    "is_compiler_error",
     "is_new_result",
     "is_persistent",
+    "is_sole_user_of_memory",
     "memory_of",
+    "state_dict_hooks",
     "unrecorded",
     "version_of",
+    "written_arguments",
 ]
 
 # torch 2.13: learning-rate schedulers replace `optimizer.step` on the instance by a wrapper that carries this
@@ -52,6 +62,9 @@ ATTENTION_OPERATIONS = (
 # torch 2.13: torch.utils.flop_counter has formulas for attention on CUDA, and none for these two.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# torch 2.13: what torch.nn.functional.grouped_mm becomes. No public name.
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 # torch 2.13: what torch.amp.GradScaler calls on a list of gradients, and the attribute by which fused optimizers
 # tell it that they unscale by themselves. Ours are unscaled where they lie, in the shards, with one decision for
@@ -80,6 +93,46 @@ _profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 _enable_record_function: Callable[[bool], None] = torch.autograd._enable_record_function
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled by its user: by torch.compile(module), or by module.compile().
+
+    torch 2.13: the class of the first has no public name, and the second leaves a private mark only. Where torch's
+    compiler was never loaded, nothing is compiled.
+    """
+    compiler = sys.modules.get("torch._dynamo")
+    is_wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return is_wrapped or module._compiled_call_impl is not None
+
+
+def is_compiler_error(error: BaseException) -> bool:
+    """Whether torch's compiler could not compile something. torch 2.13: its exceptions have no public names."""
+    compiler = sys.modules.get("torch._dynamo")
+    return compiler is not None and isinstance(error, compiler.exc.TorchDynamoException)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDictHooks:
+    """The hooks of an optimizer's state dict, in the order in which they run."""
+
+    before_saving: tuple[Callable[..., Any], ...]
+    after_saving: tuple[Callable[..., Any], ...]
+    before_loading: tuple[Callable[..., Any], ...]
+    after_loading: tuple[Callable[..., Any], ...]
+
+
+def state_dict_hooks(optimizer: torch.optim.Optimizer) -> StateDictHooks:
+    """What was registered on an optimizer, to be run where its `state_dict` is not torch's own.
+
+    torch 2.13 has no public way to ask.
+    """
+    return StateDictHooks(
+        before_saving=tuple(optimizer._optimizer_state_dict_pre_hooks.values()),
+        after_saving=tuple(optimizer._optimizer_state_dict_post_hooks.values()),
+        before_loading=tuple(optimizer._optimizer_load_state_dict_pre_hooks.values()),
+        after_loading=tuple(optimizer._optimizer_load_state_dict_post_hooks.values()),
+    )
+
+
 def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
     """Whether a module's own buffer is part of its state dict. torch 2.13 has no public way to ask."""
     return buffer not in module._non_persistent_buffers_set
@@ -88,6 +141,13 @@ def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
 def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
     """A module's own pre-hooks and hooks, as it keeps them. torch 2.13 has no public way to ask."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+# torch 2.13: there is no public way to ask a tensor for its hooks.
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody else than the reducer, which has one, watches this parameter's gradient."""
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks) or (after is not None and len(after) > 1)
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
@@ -105,6 +165,12 @@ def memory_of(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
+def is_sole_user_of_memory(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor, in Python or below it, shares this one's storage. torch 2.13: no public name."""
+    storage = tensor.untyped_storage()  # which counts as a second user
+    return int(torch._C._storage_Use_Count(storage._cdata)) == 2
+
+
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often the memory of a tensor was written to; None under inference mode. torch 2.13: no public name."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -120,6 +186,15 @@ def is_new_result(tensor: torch.Tensor) -> bool:
         return False
     base = tensor._base if tensor._is_view() else tensor
     return base is not None and base.grad_fn is not None and base._version == 0
+
+
+# torch 2.13: no public way to ask whether grad, vmap, jvp and the like of torch.func are under way.
+def in_function_transform() -> bool:
+    """Whether this code runs inside a transform of torch.func."""
+    return _top_transform() is not None
+
+
+_top_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def in_backward() -> bool:
@@ -151,3 +226,9 @@ def give_memory(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
         return
     vars(real).update(vars(parameter))
     torch.utils.swap_tensors(parameter, real)
+
+
+def written_arguments(operation: Any) -> list[tuple[int, str]]:
+    """(place, name) of the arguments that an operation writes to. torch 2.13: its schema has no public name."""
+    arguments = enumerate(operation._schema.arguments)
+    return [(place, arg.name) for place, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]

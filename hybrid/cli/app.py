@@ -13,10 +13,12 @@ from hybrid.cli.checkpoint import commands as checkpoint_commands
 from hybrid.cli.cluster import commands as cluster_commands
 from hybrid.cli.demo import demo
 from hybrid.cli.explain import explain
+from hybrid.cli.import_config import import_file
 from hybrid.cli.plan import plan
 from hybrid.cli.profile import profile
 from hybrid.cli.run import run
 from hybrid.cli.schedule import schedule
+from hybrid.cli.verify_placement import verify_placement
 from hybrid.errors import HybridError
 
 __all__ = ["app", "main"]
@@ -27,8 +29,10 @@ COMMANDS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("run", run, {"allow_interspersed_args": False}),
     ("profile", profile, {"allow_interspersed_args": False}),
     ("explain", explain, {}),
+    ("import", import_file, {}),
     ("plan", plan, {}),
     ("schedule", schedule, {}),
+    ("verify-placement", verify_placement, {}),
 )
 
 HELP = """
@@ -40,6 +44,7 @@ Start here:
   hybrid run --nproc 4 train.py --epochs 3      your script on 4 ranks of this machine
   hybrid profile --nproc 4 train.py             where the time of its steps goes, and what to change
   hybrid explain strategy.yaml --world-size 16  every setting of a strategy and where it comes from
+  hybrid import ds_config.json                  a DeepSpeed, Accelerate or Fleet configuration as a strategy
   hybrid plan --model llama3-8b --cluster 1x8xH100 --global-batch 64   the fastest layout that fits
   hybrid cluster show 4x8xH100 --network 8x400G links and switches of a cluster, and their rates
   hybrid schedule --stages 4 --micro-batches 8  who does what when in a pipeline, and the bubble

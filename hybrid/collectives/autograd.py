@@ -31,6 +31,7 @@ __all__ = [
     "copy_to",
     "forget_groups",
     "gather_from",
+    "make_known",
     "reduce_from",
     "reduce_scatter_from",
     "scatter_to",
@@ -41,22 +42,22 @@ __all__ = [
 
 # Operations of torch's registry take plain values, so a group goes in by its number.
 _groups: dict[int, Group] = {}
-_number_of: dict[int, int] = {}
-_numbers = itertools.count(1)
+
+
+def make_known(group: Group) -> None:
+    """Operations of compiled graphs may name this group; others make theirs known by themselves."""
+    _groups[group.number] = group
 
 
 def _number(group: Group) -> int:
-    number = _number_of.get(id(group))
-    if number is None or _groups[number] is not group:
-        number = next(_numbers)
-        _number_of[id(group)], _groups[number] = number, group
-    return number
+    if not torch.compiler.is_compiling():  # a compiler would take note of the dict, and of all that is in it
+        make_known(group)
+    return group.number
 
 
 def forget_groups() -> None:
     """Let go of all groups: their process groups are gone, and graphs that send over them cannot be used any more."""
     _groups.clear()
-    _number_of.clear()
 
 
 def split_sizes(size: int, num_parts: int) -> list[int]:

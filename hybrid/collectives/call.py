@@ -36,6 +36,8 @@ class Call:
     """"sum", "max", "min", or empty where nothing is added."""
     source: int = -1
     """Group index of the sender of a broadcast."""
+    out: torch.Tensor | None = None
+    """Where a reduce_scatter puts the sum of the own range; None: into the buffer."""
     tag: int = 0
     control: bool = False
     dtype: torch.dtype = field(init=False)
@@ -55,7 +57,7 @@ class Call:
     def end(self, state: CallState) -> None:
         self.state = state
         self.ended = time.monotonic()
-        self.buffer = None
+        self.buffer = self.out = None
 
     def describe(self) -> str:
         """`reduce_scatter over dp_shard (ranks 0, 1), 4096 bytes of float32, tag 3`."""

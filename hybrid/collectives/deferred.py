@@ -102,25 +102,31 @@ class _DeferredCall:
         self._backend = backend
         self._visible = call.buffer
         self._hidden = call.buffer.clone()
+        self._out = call.out
         hide(self._visible)
+        if self._out is not None:
+            hide(self._out)
 
     @torch.no_grad()
     def finish(self) -> None:
         self._backend.carry_out_until(self)
         self._check_untouched()
         for start, end in self._result_ranges():
-            self._visible[start:end] = self._hidden[start:end]
+            into = self._visible[start:end] if self._out is None else self._out
+            into.copy_(self._hidden[start:end])
 
     @torch.no_grad()
     def carry_out(self) -> None:
         visible, self._call.buffer = self._call.buffer, self._hidden
+        out, self._call.out = self._call.out, None
         try:
             ops.start_directly(self._call).finish()
         finally:
-            self._call.buffer = visible
+            self._call.buffer, self._call.out = visible, out
 
     def _check_untouched(self) -> None:
-        written = torch.nonzero(~is_hidden(self._visible))
+        watched = self._visible if self._out is None else torch.cat((self._visible, self._out))
+        written = torch.nonzero(~is_hidden(watched))
         if len(written):
             raise CollectiveError(
                 f"{self._call.describe()}: its buffer was written to between launch and wait "

@@ -11,7 +11,8 @@ calls never meet. (Gloo ends the process when a message is longer than its buffe
 without a word.) A payload that fits travels inside the header's message, and nothing else is sent.
 
     operation                 to peer p                       from peer p
-    reduce_scatter            p's range                       own range, into scratch, then added
+    reduce_scatter            p's range                       own range, into scratch (one peer's: where the
+                                                              sum is wanted, if that is elsewhere), then added
     all_gather                own range                       p's range, in place
     broadcast                 all of it (source only)         all of it (from the source only)
     all_reduce, small         all of it                       all of it, into scratch, then added
@@ -93,7 +94,8 @@ class Exchange:
         self._header = Header.of(call)
         self._header_slots: dict[int, Slot] = {}
         self._sent_slots: list[Slot] = []
-        self._scratch: dict[int, torch.Tensor] = {}
+        self._landing: dict[int, torch.Tensor] = {}
+        self._scratch: list[torch.Tensor] = []
         self._header_receives: list[_Message] = []
         self._receives: list[_Message] = []
         self._second_receives: list[_Message] = []
@@ -124,6 +126,10 @@ class Exchange:
         """The part that this rank sums up, or gives to the others."""
         return self._shard(self._group.rank)
 
+    def _target(self) -> torch.Tensor:
+        """Where the sum of the own part goes."""
+        return self._own() if self._call.out is None else self._call.out
+
     def _outgoing(self, peer: int) -> torch.Tensor:
         if self._call.op == "broadcast" and self._group.rank != self._call.source:
             return self._buffer[:0]
@@ -135,9 +141,14 @@ class Exchange:
             return self._buffer[:0]
         if not self._call.reduction:
             return self._shard(peer)
-        if peer not in self._scratch:
-            self._scratch[peer] = SCRATCH.take(self._own().numel(), self._call.dtype)
-        return self._scratch[peer]
+        if peer not in self._landing:
+            # The first one that is added (see `combine`) may lie where the sum is to be.
+            if self._call.out is not None and peer == min(self._peers):
+                self._landing[peer] = self._call.out
+            else:
+                self._landing[peer] = SCRATCH.take(self._own().numel(), self._call.dtype)
+                self._scratch.append(self._landing[peer])
+        return self._landing[peer]
 
     def _segments(self, part: torch.Tensor) -> list[torch.Tensor]:
         if not 0 < part.nbytes <= _SEGMENT_BYTES:
@@ -220,7 +231,7 @@ class Exchange:
         self._wait_all(self._receives)
         self._wait_all(self._second_receives)
         self._wait_all(self._sends)
-        for scratch in self._scratch.values():
+        for scratch in self._scratch:
             SCRATCH.give(scratch)
         for slot in (*self._sent_slots, *self._header_slots.values()):
             SCRATCH.give_slot(slot)
@@ -260,7 +271,8 @@ class Exchange:
             pieces = {
                 peer: slot.payload(self._own().numel(), self._call.dtype) for peer, slot in self._header_slots.items()
             }
-            combine(self._own(), pieces, rank=self._group.rank, reduction=self._call.reduction)
+            rank, reduction = self._group.rank, self._call.reduction
+            combine(self._own(), pieces, rank=rank, reduction=reduction, out=self._target())
             return
         for peer, slot in self._header_slots.items():
             incoming = self._incoming(peer)
@@ -269,14 +281,16 @@ class Exchange:
 
     def _add_segments(self) -> None:
         own = self._segments(self._own())
-        others = {peer: self._segments(scratch) for peer, scratch in self._scratch.items()}
+        targets = self._segments(self._target())
+        others = {peer: self._segments(part) for peer, part in self._landing.items()}
         if self._whole:
             # The sums are written where the messages are read from. (An own shard is sent to nobody.)
             self._wait_all(self._sends)
         for number, segment in enumerate(own):
             self._wait_all(self._receives, segment=number)
             pieces = {peer: segments[number] for peer, segments in others.items()}
-            combine(segment, pieces, rank=self._group.rank, reduction=self._call.reduction)
+            rank, reduction = self._group.rank, self._call.reduction
+            combine(segment, pieces, rank=rank, reduction=reduction, out=targets[number])
             if self._two_rounds:
                 for peer in self._peers:
                     self._sends += self._post(send, peer, self._own(), round_number=1, segment_number=number)

@@ -29,6 +29,8 @@ class Group:
     timeout_seconds: float = 1800.0
     sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
     """Numbers the collectives launched on this group; the ranks compare it (see `exchange`)."""
+    number: int = field(default_factory=itertools.count(1).__next__, repr=False, compare=False)
+    """By which operations of torch's registry know this group; of this process alone."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.ranks), (self.rank, self.ranks)

@@ -7,6 +7,7 @@ the call until then, so that no `record_stream` is needed.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -30,6 +31,14 @@ class Native:
         for work in self._works:
             work.wait()
         self._works.clear()
+        call = self._call
+        if call.out is not None and not _is_even(call):
+            assert call.buffer is not None
+            call.out.copy_(call.buffer[call.bounds[call.group.rank] : call.bounds[call.group.rank + 1]])
+
+
+def _is_even(call: Call) -> bool:
+    return len({end - start for start, end in pairwise(call.bounds)}) == 1
 
 
 def _launch(call: Call) -> list[dist.Work]:
@@ -42,10 +51,11 @@ def _launch(call: Call) -> list[dist.Work]:
         return [_work(dist.broadcast(buffer, group=process_group, async_op=True, group_src=call.source))]
     shards = [buffer[start:end] for start, end in zip(call.bounds, call.bounds[1:], strict=False)]
     own = shards[group.rank]
-    if len({shard.numel() for shard in shards}) == 1:
+    if _is_even(call):
         whole = buffer[call.bounds[0] : call.bounds[-1]]
         if call.op == "reduce_scatter":
-            return [_work(dist.reduce_scatter_single(own, whole, group=process_group, async_op=True))]
+            into = own if call.out is None else call.out
+            return [_work(dist.reduce_scatter_single(into, whole, group=process_group, async_op=True))]
         return [_work(dist.all_gather_single(whole, own, group=process_group, async_op=True))]
     works = []
     for index, shard in enumerate(shards):

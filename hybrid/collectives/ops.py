@@ -77,16 +77,22 @@ def reduce_scatter(
     *,
     bounds: Sequence[int],
     group: Group,
+    out: torch.Tensor | None = None,
     async_op: bool = True,
     tag: int = 0,
     control: bool = False,
 ) -> Handle:
     """`buffer[bounds[r]:bounds[r+1]]` becomes the sum of that range over the group, r being this rank's index.
 
-    The rest of the buffer is undefined afterwards. Ranges may differ in length and may be empty.
+    With `out`, of as many elements, the sum goes there and all of the buffer is undefined afterwards; else the rest of
+    it is. Ranges may differ in length and may be empty.
     """
     _check_bounds(buffer, bounds, group)
+    own = slice(bounds[group.rank], bounds[group.rank + 1])
+    assert out is None or (out.dtype, out.shape) == (buffer.dtype, buffer[own].shape), (out, own)
     if group.size == 1:
+        if out is not None:
+            out.copy_(buffer[own])
         return Handle(None, None)
     call = Call(
         op="reduce_scatter",
@@ -94,6 +100,7 @@ def reduce_scatter(
         buffer=_flat(buffer),
         bounds=tuple(bounds),
         reduction="sum",
+        out=None if out is None else _flat(out),
         tag=tag,
         control=control,
     )

@@ -381,6 +381,6 @@ def _settle(job: Job, plan: _Plan) -> None:
             own = {key: value for key, value in plan.state[shard.fqn].items() if key != MASTER}
             job.optimizer.state.pop(shard.tensor, None)
             if own:
-                job.optimizer.state[shard.tensor] = own
+                job.optimizer.state[shard.tensor] = shards.at_home(shard, own)
         checkpoint_groups.apply(job.optimizer, plan.groups)
     plan.training.apply()

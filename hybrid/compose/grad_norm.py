@@ -7,17 +7,20 @@ with it which parameters had a gradient on any rank.
 
 from __future__ import annotations
 
+import itertools
 import math
+import zlib
 
 import torch
 
 from hybrid.collectives import ops
 from hybrid.collectives.call import describe_history
-from hybrid.errors import CollectiveError, StrategyError
+from hybrid.errors import CollectiveError, OptimizerError, StrategyError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
+from hybrid.strategy.resolved import GradientClipping
 
-__all__ = ["agree", "clip_by_norm", "clip_by_value"]
+__all__ = ["agree", "clip", "clip_by_norm", "clip_by_value"]
 
 _BLOCK_ELEMENTS = 1 << 18
 
@@ -25,41 +28,56 @@ _BLOCK_ELEMENTS = 1 << 18
 _CLIP_EPSILON = 1e-6
 
 
-def agree(engine: ShardingEngine, *, world: ops.Group, norm_type: float | None) -> torch.Tensor | None:
+def agree(
+    engine: ShardingEngine, *, world: ops.Group, norm_type: float | None, rates: tuple[str, ...] = ()
+) -> torch.Tensor | None:
     """Agree over the world on which parameters have a gradient and, if `norm_type` is given, on the norm.
 
     Args:
         engine: its gradients are settled.
         world: the group of all ranks.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value; None: no norm wanted.
+        rates: of the optimizer that is about to step, by group.
 
     Returns:
         The norm as a 0-d fp64 tensor, equal on all ranks, or None.
+
+    Raises:
+        CollectiveError: ranks asked for different norms.
+        OptimizerError: ranks have different rates.
     """
     if norm_type is not None and not norm_type > 0:
         raise StrategyError(f"norm_type = {norm_type:g}: the order of a norm is a number above 0, or infinity")
     flags = engine.has_gradient_flags()
     device = engine.device
     power = 0.0 if norm_type is None or math.isinf(norm_type) else None
-    # The order asked for goes along, with its square: ranks that ask for different things would get wrong sums.
-    order = 0.0 if norm_type is None else min(norm_type, 1e6)
-    message = torch.zeros(3 + len(flags), dtype=torch.float64)
-    message[1], message[2] = order, order * order
-    message[3:] = torch.tensor(flags, dtype=torch.float64)
+    # A digest of what is asked for goes along, with its square: ranks that ask for different things, or step at
+    # different rates, would get wrong sums.
+    asked = float((zlib.crc32(repr((norm_type, rates)).encode()) & 0xFFFFF) + 1)
+    # At stage 3 a number goes along that shows whether all ranks gathered alike since the last time.
+    gathered = [0.0 if engine.unsharder is None else engine.unsharder.gathered.order.term()]
+    flags_end = 3 + len(flags)
+    message = torch.zeros(flags_end + (engine.settings.zero_stage == 3), dtype=torch.float64)
+    message[1], message[2] = asked, asked * asked
+    message[3:flags_end] = torch.tensor(flags, dtype=torch.float64)
+    message[flags_end:] = torch.tensor(gathered[: len(message) - flags_end], dtype=torch.float64)
     message = message.to(device)
     if power is None:
         assert norm_type is not None
         message[0] = _power_sum(engine, norm_type)
     ops.all_reduce(message, group=world, control=True).wait()
-    if abs(message[1].item() ** 2 - world.size * message[2].item()) > 1e-6 * max(1.0, message[2].item()):
-        asked = "no norm" if norm_type is None else f"the norm of order {norm_type:g}"
+    if abs(message[1].item() ** 2 - world.size * message[2].item()) > 1e-9 * message[2].item():
+        _check_rates(norm_type, rates, world)
+        wanted = "no norm" if norm_type is None else f"the norm of order {norm_type:g}"
         rank = world.ranks[world.rank]
         raise CollectiveError(
             f"rank {rank}: all_reduce over world: the ranks asked for different norms of the gradients, this one for "
-            f"{asked}, another one not; call clip_grad_norm_ on every rank, with the same order\n"
+            f"{wanted}, another one not; call clip_grad_norm_ on every rank, with the same order\n"
             f"The last collectives of rank {rank}, oldest first:\n{describe_history()}"
         )
-    engine.set_gradient_flags((message[3:] > 0).tolist())
+    if engine.unsharder is not None:
+        engine.unsharder.gathered.check_order(message[-1].item())
+    engine.set_gradient_flags((message[3:flags_end] > 0).tolist())
     if norm_type is None:
         return None
     if math.isinf(norm_type):
@@ -67,6 +85,31 @@ def agree(engine: ShardingEngine, *, world: ops.Group, norm_type: float | None) 
         ops.all_reduce(largest, group=world, op="max", control=True).wait()
         return largest
     return message[0] ** (1.0 / norm_type)
+
+
+def _check_rates(norm_type: float | None, rates: tuple[str, ...], world: ops.Group) -> None:
+    """Raises OptimizerError: all ranks asked for the same norm, and their rates differ. *Collective.*"""
+    everyone = ops.all_gather_object((norm_type, rates), group=world)
+    if any(norm != norm_type or len(theirs) != len(rates) for norm, theirs in everyone):
+        return
+    for index, (rank, (_, theirs)) in itertools.product(range(len(rates)), zip(world.ranks, everyone, strict=True)):
+        first = everyone[0][1]
+        if theirs[index] != first[index]:
+            raise OptimizerError(
+                f"the learning rate of param group {index} is {first[index]} on rank {world.ranks[0]} and "
+                f"{theirs[index]} on rank {rank}: step schedulers alike on all ranks, and give ReduceLROnPlateau what "
+                "is the same on all of them (train_batch's loss is; a rank's own loss is not)"
+            )
+
+
+def clip(engine: ShardingEngine, clipping: GradientClipping, norm: torch.Tensor | None) -> None:
+    """Clip as a strategy says; `norm` of the gradients is needed where it says by norm."""
+    if clipping.kind == "norm":
+        assert norm is not None and clipping.max_norm is not None
+        clip_by_norm(engine, norm, max_norm=clipping.max_norm)
+    else:
+        assert clipping.clip_value is not None
+        clip_by_value(engine, clip_value=clipping.clip_value)
 
 
 def clip_by_norm(engine: ShardingEngine, norm: torch.Tensor, *, max_norm: float) -> None:
@@ -93,7 +136,8 @@ def _power_sum(engine: ShardingEngine, norm_type: float) -> torch.Tensor:
         part = torch.zeros((), dtype=torch.float64, device=engine.device)
         for block in bucket.settled.split(_BLOCK_ELEMENTS):
             wide = (block.abs() if block.is_complex() else block).double()
-            part += torch.dot(wide, wide) if norm_type == 2.0 else wide.abs_().pow_(norm_type).sum()
+            power = torch.dot(wide, wide) if norm_type == 2.0 else wide.abs_().pow_(norm_type).sum()
+            part += power.to(part.device)
         total += part * _magnitude(bucket) ** norm_type
     return total
 
@@ -107,5 +151,6 @@ def _largest(engine: ShardingEngine) -> torch.Tensor:
     largest = torch.zeros((), dtype=torch.float64, device=engine.device)
     for bucket in engine.buckets:
         if bucket.settled is not None and bucket.settled.numel() > 0:
-            largest = torch.maximum(largest, bucket.settled.abs().max().double() * _magnitude(bucket))
+            here = bucket.settled.abs().max().double().to(largest.device)
+            largest = torch.maximum(largest, here * _magnitude(bucket))
     return largest

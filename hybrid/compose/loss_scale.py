@@ -25,8 +25,8 @@ def unscale_gradients(runtime: Runtime, scaler: torch.amp.GradScaler) -> bool:
         if bucket.settled is None:
             continue
         for view in bucket.own_views(bucket.settled):
-            overflow += (~torch.isfinite(view)).any()
-            view.mul_(inverse)
+            overflow += (~torch.isfinite(view)).any().to(device)
+            view.mul_(inverse.to(view.device))
     ops.all_reduce(overflow, group=runtime.mesh.world, op="max", control=True).wait()
     return bool(overflow.item() > 0)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from hybrid.compose.batch import num_samples, num_tokens
 from hybrid.errors import BatchError
-from hybrid.pipeline.layers import PipelineLayer
+from hybrid.pipeline.layers import PipelineLayer, is_chain
 
 __all__ = ["ForwardStep", "LossFunction", "add_loss", "run_forward"]
 
@@ -93,7 +93,7 @@ def _call(model: nn.Module, micro_batch: Any, loss_fn: LossFunction | None, forw
         loss_fn = model.loss_fn
     if isinstance(micro_batch, tuple | list) and len(micro_batch) == 2 and loss_fn is not None:
         inputs, labels = micro_batch
-        if _takes_one_value(model):  # also one of several tensors, as its first layer does in a pipeline
+        if is_chain(model):  # also one of several tensors, as its first layer does in a pipeline
             is_one = isinstance(inputs, tuple | list) and len(inputs) == 1
             return loss_fn(model(inputs[0] if is_one else inputs), labels)
         if isinstance(inputs, Mapping):
@@ -103,12 +103,6 @@ def _call(model: nn.Module, micro_batch: Any, loss_fn: LossFunction | None, forw
         f"do not know how to get a loss from a batch of type {type(micro_batch).__name__}: give a dict (calls "
         "model(**batch) and takes .loss), (inputs, labels) with loss_fn=, or forward_step(model, micro_batch)"
     )
-
-
-def _takes_one_value(model: nn.Module) -> bool:
-    """Whether the model is a chain of layers, which a pipeline could cut."""
-    is_sequential = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    return is_sequential or isinstance(model, PipelineLayer)
 
 
 def _check_count(count: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +20,17 @@ from hybrid.compose import grad_norm
 from hybrid.compose.batch import check_same_batch
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.copies import check_equal_gradients
+from hybrid.compose.optimizer_alike import shown_rates
+from hybrid.compose.optimizer_fit import OptimizerFit, fit_optimizer
 from hybrid.compose.profiling import Profiling
 from hybrid.compose.step_callbacks import StepCallbacks
+from hybrid.compose.unscaled import UnscaledGradients
 from hybrid.errors import ModelError, OptimizerError
 from hybrid.mesh import Mesh
+from hybrid.sharding import state_view
 from hybrid.sharding.engine import ShardingEngine
-from hybrid.sharding.optimizer_state import OptimizerShards, is_elementwise
+from hybrid.sharding.offload import check_host_update
+from hybrid.sharding.optimizer_state import MASTER, OptimizerShards
 from hybrid.strategy import ResolvedStrategy
 from hybrid.tensor.cuts import TensorCuts
 
@@ -72,8 +77,8 @@ class Runtime:
         """The wrapped model."""
         self.held: HeldState | None = None
         """What this rank holds, for saving and loading; it keeps what it has worked out."""
-        self.is_batch_checked = False
-        """Whether the tp ranks have compared a batch."""
+        self.num_batches = 0
+        """Batches that came to this model, some of which the ranks of one sample compare."""
         self.mesh = mesh
         self.strategy = strategy
         self._optimizers: list[weakref.ref[OptimizerShards]] = []
@@ -86,7 +91,8 @@ class Runtime:
         # pass alike (train_batch, step, zero_grad), cleared by a settlement: so all decide alike without asking.
         self.may_have_new = True
         self._stepped_at: dict[int, int] = {}
-        self._unscaled_at = -1
+        self._clipped_at = -1
+        self._unscaled = UnscaledGradients(engine)
         self.scaler = _make_scaler(strategy, mesh)
         self.profiling = Profiling.asked_for(strategy, mesh)
         self.step_callbacks = StepCallbacks()
@@ -101,36 +107,20 @@ class Runtime:
         Raises:
             OptimizerError: the optimizer cannot be used under this strategy.
         """
-        name = type(optimizer).__name__
-        elementwise = is_elementwise(optimizer)
-        asked = self.strategy.partition
-        held = (self.engine.fqn_of.get(id(p)) for group in optimizer.param_groups for p in group["params"])
-        cut = next((fqn for fqn in held if fqn in self.engine.bucket_of and self.cuts and self.cuts.own(fqn)), None)
-        if not elementwise and cut is not None:
-            raise OptimizerError(
-                f"{name} is not known to update each element by itself, and {cut!r} is cut over "
-                f"{self.mesh.degree('tp')} tensor-parallel ranks, so no rank has it whole: use AdamW or SGD (also for "
-                "the cut parameters alone, in a second optimizer), or tensor_parallel_configs.degree = 1"
-            )
-        if not elementwise:
-            if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-                raise OptimizerError(
-                    f"{name} is not available yet: it needs all gradients in one place or sparse ones; use AdamW or SGD"
-                )
-            if asked == "element":
-                raise OptimizerError(
-                    f"{name} is not known to update each element by itself, so it cannot step on slices that cut "
-                    "through a parameter: set sharding_configs['partition'] = 'parameter' (or 'auto')"
-                )
-            if self.engine.partition_kind != "parameter" and self.engine.unsharder is not None:
-                raise OptimizerError(
-                    f"{name} is not known to update each element by itself, so at stage 3 it needs "
-                    "sharding_configs['partition'] = 'parameter' from the start; or use AdamW or SGD"
-                )
-            if self.engine.partition_kind != "parameter" and self.engine.settings.zero_stage > 0:
-                self._repartition(name)
+        if self.engine.host is not None:
+            check_host_update(optimizer)
+        fit = fit_optimizer(
+            optimizer,
+            self.engine,
+            mesh=self.mesh,
+            asked=self.strategy.partition,
+            cuts=self.cuts,
+            has_stages=self.stages is not None,
+        )
+        if fit.needs_whole_parameters and self.engine.partition_kind != "parameter":
+            self._repartition(fit)
         self._cut_state(optimizer)
-        shards = OptimizerShards(self.engine, optimizer)
+        shards = OptimizerShards(self.engine, optimizer, scope=fit.scope)
         self._optimizers.append(weakref.ref(shards))
         return shards
 
@@ -148,13 +138,19 @@ class Runtime:
         """Of the optimizers that are still alive."""
         return [shards for shards in (ref() for ref in self._optimizers) if shards is not None]
 
-    def _repartition(self, name: str) -> None:
-        if self.optimizers() or self.engine.gradient_bytes() > 0:
+    def _repartition(self, fit: OptimizerFit) -> None:
+        """Cut anew for an optimizer that needs whole parameters; other optimizers keep their state. *Collective.*"""
+        if self.holds_anywhere(self.engine.gradient_bytes() > 0):
             raise OptimizerError(
-                f"{name} needs whole parameters on one rank, but the buckets are already in use; wrap it before other "
-                "optimizers and before the first backward, or set sharding_configs['partition'] = 'parameter'"
+                f"{fit.name} needs whole parameters on one rank, but the buckets hold gradients already; wrap it "
+                "before the first backward, or set sharding_configs['partition'] = 'parameter'"
             )
+        others = self.optimizers()
+        states = [state_view.whole_optimizer_state(shards, shards.optimizer) for shards in others]
         self.engine.repartition("parameter")
+        for shards, state in zip(others, states, strict=True):
+            own = {fqn: {k: v for k, v in values.items() if k != MASTER} for fqn, values in state.items()}
+            shards.rebuild({fqn: values for fqn, values in own.items() if values})
         self.engine.reducer.unscaler = self.unscale
         self.engine.reducer.holds_anywhere = self.holds_anywhere
 
@@ -192,14 +188,14 @@ class Runtime:
         return whole if self.cuts is None else self.cuts.part(fqn, whole)
 
     def check_batch(self, batch: object) -> None:
-        """Once: that the ranks that cut each layer work on the same batch.
+        """That the ranks that cut each layer work on the same batch: of the first, second, fourth, eighth ... batch.
 
         Raises:
             BatchError: they do not.
         """
-        if not self.is_batch_checked:
+        self.num_batches += 1
+        if self.num_batches & (self.num_batches - 1) == 0:
             check_same_batch(batch, group=self.mesh.group("pp", "tp"))
-            self.is_batch_checked = True
 
     def check_parts(self) -> None:
         """Refuse what was added to the model since it was wrapped, and edits that parted a tie. *Collective.*
@@ -280,7 +276,8 @@ class Runtime:
                 check_equal_gradients(self.engine, tp=self.mesh.group("tp"), world=self.mesh.world)
         elif norm_type is None:
             return None
-        return grad_norm.agree(self.engine, world=self.mesh.world, norm_type=norm_type)
+        rates = () if shards is None or self.stages is not None else shown_rates(shards.optimizer)
+        return grad_norm.agree(self.engine, world=self.mesh.world, norm_type=norm_type, rates=rates)
 
     def synchronise_and_clip(
         self, *, shards: OptimizerShards | None = None, want_norm: bool = False
@@ -290,13 +287,10 @@ class Runtime:
         by_norm = clipping is not None and clipping.kind == "norm"
         norm_type = clipping.norm_type if clipping is not None and by_norm else 2.0
         norm = self.synchronise(norm_type=norm_type if by_norm or want_norm else None, shards=shards)
-        if clipping is not None:
-            if by_norm:
-                assert norm is not None and clipping.max_norm is not None
-                grad_norm.clip_by_norm(self.engine, norm, max_norm=clipping.max_norm)
-            else:
-                assert clipping.clip_value is not None
-                grad_norm.clip_by_value(self.engine, clip_value=clipping.clip_value)
+        if clipping is not None and self._clipped_at != self.engine.settlements:  # once, for all optimizers
+            self._unscaled.check_before_clip()
+            grad_norm.clip(self.engine, clipping, norm)
+            self._clipped_at = self.engine.settlements
         return norm
 
     def unscale(self, fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
@@ -313,7 +307,7 @@ class Runtime:
         overflow += 0.0 if shards.unscale(inverse_scale, grad_dtype=grad_dtype) else 1.0
         ops.all_reduce(overflow, group=self.mesh.world, op="max", control=True).wait()
         found_inf.copy_(torch.maximum(found_inf, overflow.to(found_inf.dtype).view(found_inf.shape)))
-        self._unscaled_at = self.engine.settlements
+        self._unscaled.note({s.fqn for s in shards.shards() if s.bucket.key.grad_dtype == grad_dtype})
 
     def check_plain_step(self) -> None:
         """Raises OptimizerError: the strategy asks for what only train_batch carries out."""
@@ -325,10 +319,10 @@ class Runtime:
                 f"backward() {steps} times before each step"
             )
 
-    def check_unscaled(self) -> None:
+    def check_unscaled(self, shards: OptimizerShards) -> None:
         """Raises OptimizerError: a step in float16 whose gradients nobody unscaled."""
         amp = self.strategy.amp
-        if amp is not None and amp.dtype == "float16" and self._unscaled_at != self.engine.settlements:
+        if amp is not None and amp.dtype == "float16" and not self._unscaled.are_all(shards):
             raise OptimizerError(
                 "amp_configs.dtype = 'float16' needs loss scaling: use model.train_batch, or in a plain loop "
                 "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update() with "
@@ -344,6 +338,21 @@ class Runtime:
         flag = torch.tensor([float(here)], dtype=torch.float64, device=self.engine.device)
         ops.all_reduce(flag, group=self.mesh.group(*DATA_AXES, "tp"), op="max", control=True).wait()
         return bool(flag.item() > 0)
+
+    def loss_of_all_ranks(self, loss: Any) -> Any:
+        """The mean over the data-parallel ranks of what a closure returned; None stays None. *Collective.*
+
+        The sum under loss_reduction "sum".
+        """
+        if loss is None:
+            return None
+        group = self.mesh.group(*DATA_AXES)
+        here = torch.as_tensor(loss).detach()
+        total = here.to(device=self.engine.device, dtype=torch.float64, copy=True)
+        ops.all_reduce(total, group=group, control=True).wait()
+        if self.strategy.loss_reduction != "sum":
+            total /= group.size
+        return total.to(here.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
     # -- accumulation ----------------------------------------------------------------------------------
 
@@ -369,10 +378,22 @@ class Runtime:
         ):
             self.forget_accumulation()
 
+    def host_transfer_bytes(self) -> dict[str, int]:
+        """Bytes copied between device and host since wrapping, by kind and direction."""
+        return {} if self.engine.host is None else self.engine.host.transferred_bytes()
+
     def memory_bytes(self) -> dict[str, int]:
-        """Live bytes on this rank of what ZeRO cuts."""
+        """Live bytes on this rank of what ZeRO cuts; with offload, what of it is in host memory stands apart."""
+        parameters, gradients = self.engine.parameter_bytes(), self.engine.gradient_bytes()
+        state = sum(shards.state_bytes() for shards in self.optimizers())
+        if self.engine.host is None:
+            return {"parameters": parameters, "gradients": gradients, "optimizer_state": state}
+        host_parameters, host_gradients = self.engine.host_bytes()
         return {
-            "parameters": self.engine.parameter_bytes(),
-            "gradients": self.engine.gradient_bytes(),
-            "optimizer_state": sum(shards.state_bytes() for shards in self.optimizers()),
+            "parameters": parameters - host_parameters,
+            "gradients": gradients - host_gradients,
+            "optimizer_state": 0,
+            "host_parameters": host_parameters,
+            "host_gradients": host_gradients,
+            "host_optimizer_state": state,
         }

@@ -28,7 +28,7 @@ from hybrid.compose.pipeline_step import evaluate_pipeline, reduces_after, train
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import BatchError, ModelError, OptimizerError
 
-__all__ = ["EvalResult", "StepResult", "eval_batch", "train_batch"]
+__all__ = ["EvalResult", "StepResult", "eval_batch", "evaluating", "mean_of", "train_batch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def train_batch(
     totals_handle.wait()
     if runtime.stages is not None:
         _check_graph(runtime, totals[5])
-    loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
+    loss = mean_of(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
     before = runtime.accumulated_weight if totals[4].item() == 0 else None
     runtime.accumulated_weight = totals[1].clone() if before is None else before + totals[1]
     grad_norm, skipped = None, False
@@ -165,7 +165,7 @@ def eval_batch(
     runtime.check_parts()
     runtime.check_batch(batch)
     totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         pieces = split_batch(
             batch,
             accumulate_steps=strategy.accumulate_steps,
@@ -178,7 +178,7 @@ def eval_batch(
         for micro_batch in pieces if runtime.stages is None else ():
             run_forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
     ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES, "pp"), control=True).wait()
-    loss = _mean(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
+    loss = mean_of(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
     return EvalResult(loss=loss, count=totals[1])
 
 
@@ -243,6 +243,8 @@ def _check_arguments(runtime: Runtime, optimizer: Any, step: bool) -> None:
         )
     if isinstance(optimizer, DistributedOptimizer) and optimizer.hybrid_runtime is not runtime:
         raise OptimizerError("train_batch was given the optimizer of another wrapped model")
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer.check_closure_free("train_batch")
     if runtime.accumulated_weight is None and runtime.engine.reducer.saw_plain_backward:
         raise ModelError(
             "train_batch found gradients of an earlier backward() in the model: call optimizer.step() and "
@@ -250,7 +252,7 @@ def _check_arguments(runtime: Runtime, optimizer: Any, step: bool) -> None:
         )
 
 
-def _mean(loss_sum: torch.Tensor, weight: torch.Tensor, loss_reduction: str) -> torch.Tensor:
+def mean_of(loss_sum: torch.Tensor, weight: torch.Tensor, loss_reduction: str) -> torch.Tensor:
     if loss_reduction == "sum":
         return loss_sum.clone()
     return torch.where(weight > 0, loss_sum / weight.clamp(min=1e-300), torch.zeros_like(loss_sum))
@@ -294,7 +296,7 @@ def _advance(lr_scheduler: Any, loss: torch.Tensor) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; afterwards every module has the mode it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

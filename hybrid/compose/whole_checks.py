@@ -6,39 +6,66 @@ A stage of a pipeline sees its own layers only, so what depends on the model is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hybrid.compose.pipeline import PlannedStages
+from hybrid.compose.compiling import check_compiled, is_inside
+from hybrid.compose.own_forward import check_held, check_own_units
+from hybrid.compose.pipeline import PlannedStages, Stages
 from hybrid.contracts.stage_split import chunk_rank
 from hybrid.errors import ModelError
 from hybrid.precision.casting import check_buffers_to_cast, compute_dtypes
-from hybrid.recompute import find_recompute_units
+from hybrid.recompute import choose_units
 from hybrid.sharding.units import plan_units
 from hybrid.strategy import ResolvedStrategy
-from hybrid.strategy.resolved import AmpSettings, RecomputeSettings
+from hybrid.strategy.resolved import AmpSettings, CompileSettings, RecomputeSettings
 
-__all__ = ["check_settings", "check_stages", "check_whole"]
+__all__ = ["ChosenUnits", "check_settings", "check_stages", "check_whole"]
 
 
-def check_whole(model: nn.Module, resolved: ResolvedStrategy, planned: PlannedStages | None) -> tuple[str, ...]:
-    """`check_settings` and `check_stages` of a strategy, and of its stages where it has any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenUnits:
+    """Names of modules, on whatever stages."""
 
-    Returns:
-        Names of the modules to recompute, on whatever stages.
-    """
-    recomputed = check_settings(
+    recomputed: tuple[str, ...]
+    compiled: tuple[str, ...]
+
+    @property
+    def recomputed_in_programs(self) -> tuple[str, ...]:
+        """Those to recompute that are compiled, or part of a module that is."""
+        return tuple(name for name in self.recomputed if any(is_inside(name, other) for other in self.compiled))
+
+    def on(self, stages: Stages | None) -> ChosenUnits:
+        """Those of this rank's stage."""
+        if stages is None:
+            return self
+        recomputed, compiled = (
+            tuple(name for name in names if stages.staged.is_here(name)) for names in (self.recomputed, self.compiled)
+        )
+        return ChosenUnits(recomputed=recomputed, compiled=compiled)
+
+
+def check_whole(model: nn.Module, resolved: ResolvedStrategy, planned: PlannedStages | None) -> ChosenUnits:
+    """`check_settings` and `check_stages` of a strategy, and of its stages where it has any."""
+    chosen = check_settings(
         model,
         amp=resolved.amp,
         recompute=resolved.recompute,
         grad_dtype=resolved.grad_dtype,
         units=resolved.units,
-        is_staged=planned is not None,
+        is_staged=planned is not None and planned.own_forward is None,
+        compiled=resolved.compile,
+        zero_stage=resolved.zero_stage,
     )
-    if resolved.pipeline is not None and planned is not None:
+    if resolved.pipeline is not None and planned is not None and planned.own_forward is not None:
+        check_own_units(planned.own_forward, chosen.recomputed, setting="recompute")
+        check_own_units(planned.own_forward, chosen.compiled, setting="compile")
+        check_held(model, planned.own_forward, num_stages=resolved.pipeline.degree)
+    elif resolved.pipeline is not None and planned is not None:
         check_stages(model, planned.chunks, num_stages=resolved.pipeline.degree)
-    return recomputed
+    return chosen
 
 
 def check_settings(
@@ -49,17 +76,21 @@ def check_settings(
     grad_dtype: str,
     units: Sequence[str] | None,
     is_staged: bool,
-) -> tuple[str, ...]:
-    """That what the strategy names or changes is there. Returns the names of the modules to recompute.
+    compiled: CompileSettings | None = None,
+    zero_stage: int = 0,
+) -> ChosenUnits:
+    """That what the strategy names or changes is there. Returns the modules that it chooses.
 
     Args:
         model: with all of its layers; their parameters may be on the meta device.
         amp, recompute, grad_dtype, units: the strategy's.
         is_staged: whether a pipeline cuts it, whose layers are the units then.
+        compiled, zero_stage: the strategy's.
 
     Raises:
-        ModelError: names of `custom_fp32`, of `recompute_configs.units` or of `units` that the model does not have; a
-            tied parameter that is in `custom_fp32` at one place only; settings that would do nothing.
+        ModelError: names of `custom_fp32`, of the `units` of a section or of `units` that the model does not have; a
+            tied parameter that is in `custom_fp32` at one place only; settings that would do nothing; modules that
+            cannot be compiled.
     """
     low: dict[str, torch.dtype] = {}
     if amp is not None:
@@ -71,9 +102,15 @@ def check_settings(
         blocks = [name for name, layer in model.named_children() if next(layer.parameters(), None) is not None]
     else:
         blocks = [unit.name for unit in plan_units(model, class_names=units) if not unit.is_around]
-    chosen = find_recompute_units(model, recompute.units, blocks=blocks) if recompute is not None else ()
+    chosen = choose_units(model, recompute.units, blocks=blocks) if recompute is not None else ()
     # A chain that is cut runs no forward of its own, so where its own class is named its layers are meant.
-    return tuple(blocks) if is_staged and "" in chosen else chosen
+    recomputed = tuple(blocks) if is_staged and "" in chosen else chosen
+    if compiled is None:
+        return ChosenUnits(recomputed=recomputed, compiled=())
+    chosen = choose_units(model, compiled.units, blocks=blocks, feature="compile")
+    names = tuple(blocks) if is_staged and "" in chosen else chosen
+    check_compiled(model, names, blocks=blocks if zero_stage == 3 else (), recomputed=recomputed, recompute=recompute)
+    return ChosenUnits(recomputed=recomputed, compiled=names)
 
 
 def _check_grad_dtype(

@@ -26,6 +26,8 @@ def map_leaves(value: Any, kind: type[Any], function: Callable[[Any], Any]) -> A
         return _with_attributes(named._make(map_leaves(item, kind, function) for item in value), value)
     if isinstance(value, list | tuple):
         return _with_attributes(type(value)(map_leaves(item, kind, function) for item in value), value)
+    if type(value) is dict:
+        return {key: map_leaves(item, kind, function) for key, item in value.items()}
     if isinstance(value, Mapping):
         # A mapping may be of a class with its own constructor (a model output): copy it, then replace the values.
         changed = {key: map_leaves(item, kind, function) for key, item in value.items()}

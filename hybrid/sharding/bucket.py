@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from hybrid.contracts.layout import axis_name
 from hybrid.contracts.partition import BucketPartition, Slice
 from hybrid.precision.casting import LOW_PRECISION
 from hybrid.sharding.absence import AbsentParameter
+from hybrid.sharding.tensors import own_strides
 
 __all__ = ["Bucket", "BucketKey", "own_strides"]
 
@@ -51,22 +53,6 @@ class BucketKey:
     def is_over_stages(self) -> bool:
         """Whether other pipeline stages hold them too: their gradients are summed once per step."""
         return any(axis_name(axis) == "pp" for axis in self.sync_axes)
-
-
-def own_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's strides if its elements fill a contiguous range of memory, else those of a contiguous tensor.
-
-    A flat view with these strides keeps channels-last and transposed weights as they are.
-    """
-    span = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    if parameter.numel() == 0 or span == parameter.numel():
-        return parameter.stride()
-    strides: list[int] = []
-    step = 1
-    for size in reversed(parameter.shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 class Bucket:
@@ -102,6 +88,8 @@ class Bucket:
         self.counts = counts
         self.fqns = tuple(entry.fqn for entry in partition.entries)
         self.position_of = {fqn: position for position, fqn in enumerate(self.fqns)}
+        # Without padding: its gradient may become the buffer as it is.
+        self.is_one_parameter = [e.num_elements for e in partition.entries] == [partition.num_elements]
         self.data = torch.zeros(partition.num_elements, dtype=key.dtype, device=device)
         self._shapes = tuple((tuple(p.shape), own_strides(p)) for p in self.parameters)
         trainable = any(parameter.requires_grad for parameter in self.parameters)
@@ -109,9 +97,9 @@ class Bucket:
         self.slice_of: dict[str, Slice] = {part.fqn: part for part in self.slices}
         self.low, self.high = partition.bounds[shard], partition.bounds[shard + 1]
         own_elements = self.high - self.low
-        self.cut = torch.zeros(own_elements, dtype=key.dtype, device=device) if cut_parameters else None
+        self.cut = self._new_cut(own_elements, device) if cut_parameters else None
         wants_master = key.dtype in LOW_PRECISION and trainable
-        self.master = torch.zeros(own_elements, device=device) if wants_master else None
+        self.master = self._new_master(own_elements, device) if wants_master else None
         for position, parameter in enumerate(self.parameters):
             view = self.view(self.data, position)
             if parameter.is_meta:
@@ -137,6 +125,12 @@ class Bucket:
         if self.cut is not None:
             self.free_data()
 
+    def _new_cut(self, num_elements: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(num_elements, dtype=self.key.dtype, device=device)
+
+    def _new_master(self, num_elements: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(num_elements, dtype=torch.float32, device=device)  # whatever torch's default dtype is
+
     def _split_plan(self) -> tuple[list[int], list[tuple[int, ...] | None]]:
         """Sizes (gap, slice, gap, slice, ..., gap) of the own shard, and each slice's shape; None if it is strided."""
         sizes: list[int] = []
@@ -148,6 +142,11 @@ class Bucket:
             own = self.slice_view(self.own_parameters(), part)
             shapes.append(tuple(own.shape) if own.is_contiguous() else None)
         return [*sizes, self.high - position], shapes
+
+    def contents(self) -> str:
+        """What lies in it, for a message."""
+        first, last = self.fqns[-1], self.fqns[0]  # in the order of the launches, which is the reverse
+        return f"parameter {first!r}" if first == last else f"parameters {first!r} to {last!r}"
 
     # -- views -----------------------------------------------------------------------------------------
 
@@ -168,11 +167,22 @@ class Bucket:
         """The own shard in the parameters' dtype."""
         return self.data[self.low : self.high] if self.cut is None else self.cut
 
+    def stepped(self) -> torch.Tensor:
+        """The own shard that the optimizer updates in place."""
+        return self.own_data()
+
     def allocate_data(self) -> None:
         """Give the freed whole buffer its memory again, own range filled."""
         assert self.cut is not None
         self.data.untyped_storage().resize_(self._data_bytes)
         self.data[self.low : self.high].copy_(self.cut)
+
+    def after_allocation(self) -> AbstractContextManager[object]:
+        """A collective that is launched inside finds the own range filled."""
+        return nullcontext()
+
+    def arrive(self) -> None:
+        """The whole buffer is there."""
 
     def free_data(self) -> None:
         """Take the whole buffer's memory away; the storage object stays, and with it all views of it."""
@@ -188,8 +198,12 @@ class Bucket:
         if self.cut is not None:
             self.cut.copy_(own)
         if self.master is not None:
-            edited = own != self.master.to(own.dtype)
-            self.master.copy_(torch.where(edited, own.float(), self.master))
+            self._take_into_master(own)
+
+    def _take_into_master(self, own: torch.Tensor) -> None:
+        assert self.master is not None
+        edited = own != self.master.to(own.dtype)
+        self.master.copy_(torch.where(edited, own.float(), self.master))
 
     def take_edits_from_data(self) -> None:
         """`take_own_from_data`, if anything was written since the buffer was gathered."""
@@ -221,7 +235,11 @@ class Bucket:
             value = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(value)
         in_order = value.as_strided((value.numel(),), (1,))
         begin = part.offset_elements - self.low
-        shard_buffer[begin : begin + part.num_elements].copy_(in_order[part.start : part.stop])
+        self._copy_own(shard_buffer[begin : begin + part.num_elements], in_order[part.start : part.stop])
+
+    def _copy_own(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Into own shard or master."""
+        target.copy_(value)
 
     def write_back_master(self) -> None:
         """After an update: the parameters' dtype follows the master."""
@@ -264,20 +282,23 @@ class Bucket:
 
     # -- gradients -------------------------------------------------------------------------------------
 
-    def accumulate(self, position: int, gradient: torch.Tensor) -> None:
-        """Take over one gradient that autograd has just finished; dtype and layout may differ."""
+    def accumulate(self, position: int, gradient: torch.Tensor, *, may_keep: bool = False) -> None:
+        """Take over one gradient that autograd has just finished; dtype and layout may differ.
+
+        With `may_keep` nobody else sees its memory, and `is_one_parameter`: it may become the buffer.
+        """
+        as_it_lies = (self.key.grad_dtype, self.strides(position))
+        keep = may_keep and self.local is None and (gradient.dtype, gradient.stride()) == as_it_lies
         if self.local is None:
-            self.local = self.new_gradient_buffer()
+            self.local = gradient.as_strided((gradient.numel(),), (1,)) if keep else self.new_gradient_buffer()
         view = self.view(self.local, position)
         if self.filled[position]:
             view.add_(gradient)
         elif gradient.is_sparse:
             view.zero_().add_(gradient)
-            self.filled[position] = True
-        else:
+        elif not keep:
             view.copy_(gradient)
-            self.filled[position] = True
-        self.has_gradient[position] = True
+        self.filled[position] = self.has_gradient[position] = True
 
     def new_gradient_buffer(self) -> torch.Tensor:
         """A whole buffer whose padding is zero and whose parameters' ranges are not written yet."""
@@ -298,6 +319,12 @@ class Bucket:
         self.local = None
         self.filled = [False] * len(self.parameters)
         return buffer
+
+    def new_accumulator(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where the sum of the own range is to arrive, to become `raw`; None: `add_reduced` takes it."""
+        if self.raw is not None or dtype != self.key.grad_dtype:
+            return None
+        return torch.empty(self.high - self.low, dtype=dtype, device=self.data.device)
 
     def add_reduced(self, buffer: torch.Tensor) -> None:
         """Add the own range of a reduced buffer to what has been reduced before, and give the buffer up."""
@@ -326,8 +353,12 @@ class Bucket:
     def apply_scale(self) -> None:
         """Multiply the settled gradient by its pending factor."""
         if self.settled is not None and not (isinstance(self.scale, float) and self.scale == 1.0):
-            self.settled.mul_(self.scale)
+            self.settled.mul_(self.scale_for(self.settled))
         self.scale = 1.0
+
+    def scale_for(self, gradient: torch.Tensor) -> float | torch.Tensor:
+        """The pending factor, where this gradient is."""
+        return self.scale.to(gradient.device) if isinstance(self.scale, torch.Tensor) else self.scale
 
     def drop(self, position: int) -> None:
         """Forget one parameter's gradient, as `p.grad = None` does."""
@@ -362,3 +393,7 @@ class Bucket:
         """Live bytes of this bucket's gradient buffers."""
         buffers = (self.local, self.raw, self.settled)
         return sum(buffer.untyped_storage().nbytes() for buffer in buffers if buffer is not None)
+
+    def host_bytes(self) -> tuple[int, int]:
+        """Of `parameter_bytes` and of `gradient_bytes`, what is in host memory."""
+        return 0, 0

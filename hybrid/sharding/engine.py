@@ -22,13 +22,18 @@ from hybrid.contracts.partition import PartitionKind
 from hybrid.contracts.placement import Placement
 from hybrid.errors import ModelError
 from hybrid.sharding.bucket import Bucket
-from hybrid.sharding.gather import ParameterGather
+from hybrid.sharding.gather import ParameterGather, carry_masters
+from hybrid.sharding.offload import HostStore
+from hybrid.sharding.offloaded_bucket import OffloadedBucket
 from hybrid.sharding.plan import EngineSettings, check_parameters, make_buckets, split_axes
 from hybrid.sharding.reduce import Reducer
 from hybrid.sharding.units import Unit
 from hybrid.sharding.unshard import Unsharder
 
 __all__ = ["EngineSettings", "ShardingEngine"]
+
+# The ranks that differ on these alone run the same layers of the model.
+_SAME_PARAMETERS = ("dp_replicate", "dp_shard", "tp")
 
 
 class ShardingEngine:
@@ -83,8 +88,13 @@ class ShardingEngine:
         # Trainable parameters of the whole model, the same list on all ranks; with a pipeline, other stages' too.
         self.world_fqns: tuple[str, ...] = tuple(self._trainable if world_fqns is None else world_fqns)
         self.any_gradient_anywhere = False
+        self._frozen_later: list[str] = []  # frozen since wrapping, as of the last check
         self.settlements = 0
         self.unsharder: Unsharder | None = None
+        self.host: HostStore | None = None
+        """Where state lies that is offloaded."""
+        if settings.offload != "none":
+            self.host = HostStore(self.device, holds_parameters=settings.offload == "parameters")
         self._build(settings.partition)
 
     # -- construction ----------------------------------------------------------------------------------
@@ -103,6 +113,8 @@ class ShardingEngine:
             late = tuple(axis for axis in kept if axis_name(axis) == "pp")
             soon = tuple(axis for axis in kept if axis not in late)
             reduce_groups.append((self._group_of(cut or soon), self._group_of((*(soon if cut else ()), *late))))
+            if isinstance(bucket, OffloadedBucket):
+                bucket.sums_late = reduce_groups[-1][1].size > 1
         self._shard_groups = tuple(
             self._group_of(split_axes(bucket.key.sync_axes, zero_stage=self.settings.zero_stage)[0])
             for bucket in self.all_buckets()
@@ -133,15 +145,24 @@ class ShardingEngine:
             device=self.device,
             planned_elements=self._planned_elements,
             first_index=first_index,
+            host=self.host,
         )
 
     def repartition(self, kind: PartitionKind) -> None:
-        """Cut anew, before any gradient exists (stages 1 and 2). Parameters keep their values."""
+        """Cut anew, before any gradient exists (stages 1 and 2). *Collective.*
+
+        Parameters and masters keep their values.
+        """
         if kind == self.partition_kind:
             return
         assert self.unsharder is None
+        self.gather.finish()
+        before, groups = self.buckets, self._shard_groups
+        for bucket in before:
+            bucket.take_own_from_data()
         self.reducer.remove_hooks()
         self._build(kind)
+        carry_masters(before, self.buckets, groups=groups)
 
     def start_unsharding(self, model: nn.Module) -> None:
         """From now on parameters are whole only while needed (stage 3; nothing to do where nothing is cut)."""
@@ -236,17 +257,38 @@ class ShardingEngine:
     def check_unchanged(self) -> None:
         """Refuse what was done to the model behind the engine's back since it was wrapped.
 
+        What is frozen since then has no gradient, and is left alone as plain torch leaves it; it may be trained again.
+        *Collective* over the ranks with the same parameters, where anything was frozen or unfrozen since the last call.
+
         Raises:
-            ModelError: `p.data` was replaced (`.to()`, `.half()`, a hand-made assignment), or `requires_grad` changed.
+            ModelError: `p.data` was replaced (`.to()`, `.half()`, a hand-made assignment); a parameter that was frozen
+                when the model was wrapped is trainable; not all ranks have frozen the same.
         """
         for bucket in self.buckets:
             self._refuse_moved(bucket.moved(bucket.fqns))
+        frozen = []
         for fqn, parameter in self.parameters.items():
-            if parameter.requires_grad != (fqn in self._trainable):
-                now = "trainable" if parameter.requires_grad else "frozen"
+            if parameter.requires_grad and fqn not in self._trainable:
                 raise ModelError(
-                    f"parameter {fqn!r} is {now} now and was not when the model was wrapped; freeze and unfreeze "
-                    "before distributed_model (wrap a fresh model with the new flags)"
+                    f"parameter {fqn!r} is trainable now and was frozen when the model was wrapped: it has no gradient "
+                    "buffer. Wrap a model in which all is trainable that ever will be, and freeze after "
+                    "distributed_model (requires_grad_(False)); that may be taken back at any time"
+                )
+            if not parameter.requires_grad and fqn in self._trainable:
+                frozen.append(fqn)
+        if frozen != self._frozen_later:
+            self._check_frozen_alike(frozen)
+
+    def _check_frozen_alike(self, frozen: list[str]) -> None:
+        self._frozen_later = frozen
+        group = self._group_of(_SAME_PARAMETERS)
+        for rank, theirs in zip(group.ranks, ops.all_gather_object(frozen, group=group), strict=True):
+            if theirs != frozen:
+                fqn = min(set(theirs) ^ set(frozen))
+                raise ModelError(
+                    f"parameter {fqn!r} was frozen after distributed_model on some ranks only (rank "
+                    f"{group.ranks[group.rank]} and rank {rank} differ): its gradient would be that of a part of the "
+                    "batch; set requires_grad alike on all ranks"
                 )
 
     def adopt_hand_made_changes(self) -> None:
@@ -267,12 +309,13 @@ class ShardingEngine:
 
         At stage 3 nothing is sent: what is whole is out of date and freed, the next use gathers the new values.
         """
-        for bucket in buckets:
+        for bucket in sorted(buckets, key=lambda bucket: -bucket.index):
             bucket.write_back_master()
+            if self.unsharder is None:
+                self.gather.start((bucket,))
         if self.unsharder is not None:
             self.unsharder.free_all()
         else:
-            self.gather.start(buckets)
             if deferred:
                 self.gather.defer()
             else:
@@ -290,6 +333,8 @@ class ShardingEngine:
         """Take parameter values that were edited in place into the masters, which would overwrite them."""
         self.gather.finish()
         self.check_nothing_edited("optimizer.step()")
+        if self.host is not None:
+            self.host.finish_sending()
         if self.unsharder is None:
             for bucket in buckets:
                 bucket.take_own_from_data()
@@ -298,7 +343,7 @@ class ShardingEngine:
         """Take values of this bucket that were edited in place into the own shard and the master, if it is whole."""
         if self.unsharder is None:
             bucket.take_own_from_data()
-        elif self.unsharder.is_whole(bucket):
+        elif self.unsharder.gathered.is_whole(bucket):
             bucket.take_edits_from_data()
 
     @contextmanager
@@ -340,6 +385,11 @@ class ShardingEngine:
 
     def gradient_bytes(self) -> int:
         return sum(bucket.gradient_bytes() for bucket in self.buckets)
+
+    def host_bytes(self) -> tuple[int, int]:
+        """Of `parameter_bytes` and of `gradient_bytes`, what is in host memory."""
+        held = [bucket.host_bytes() for bucket in self.all_buckets()]
+        return sum(parameters for parameters, _ in held), sum(gradients for _, gradients in held)
 
     def trainable(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return iter(self._trainable.items())

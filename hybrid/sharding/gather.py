@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from hybrid.collectives import ops
@@ -17,7 +18,7 @@ from hybrid.collectives.ranges import named_range
 from hybrid.sharding.absence import AbsentParameter, mark_absent, mark_present
 from hybrid.sharding.bucket import Bucket
 
-__all__ = ["ParameterGather"]
+__all__ = ["ParameterGather", "carry_masters"]
 
 
 class _Waiter:
@@ -77,3 +78,22 @@ class ParameterGather:
             handle.wait()
         mark_present(bucket.parameters)
         self._waiters.pop(bucket.index, None)
+
+
+def carry_masters(before: Sequence[Bucket], after: Sequence[Bucket], *, groups: Sequence[ops.Group]) -> None:
+    """Give buckets that were cut anew the exact masters of the old ones, one whole bucket at a time. *Collective.*
+
+    Which parameters lie together does not depend on the kind of the cut.
+
+    Args:
+        groups: the shard group of each old bucket, by its index.
+    """
+    for old, new in zip(before, after, strict=True):
+        if old.master is None:
+            continue
+        whole = torch.zeros(old.partition.num_elements, dtype=old.master.dtype, device=old.data.device)
+        whole[old.low : old.high].copy_(old.master)
+        if groups[old.index].size > 1:
+            ops.all_gather(whole, bounds=old.partition.bounds, group=groups[old.index], tag=old.index).wait()
+        for position, fqn in enumerate(old.fqns):
+            new.set_master(new.position_of[fqn], old.view(whole, position))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,6 +16,8 @@ from hybrid.contracts.placement import Placement
 from hybrid.errors import ModelError
 from hybrid.precision.casting import LOW_PRECISION
 from hybrid.sharding.bucket import Bucket, BucketKey
+from hybrid.sharding.offload import HostStore, OffloadKind
+from hybrid.sharding.offloaded_bucket import OffloadedBucket
 from hybrid.sharding.units import Unit, plan_buckets
 
 __all__ = ["CUT_AXES", "EngineSettings", "check_parameters", "make_buckets", "split_axes"]
@@ -38,6 +41,7 @@ class EngineSettings:
     partition: PartitionKind
     prefetch: int = 1
     keep_for_a_run: bool = False
+    offload: OffloadKind = "none"
 
 
 def split_axes(sync_axes: tuple[str, ...], *, zero_stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -59,12 +63,13 @@ def make_buckets(
     device: torch.device,
     planned_elements: Mapping[str, int],
     first_index: int = 0,
+    host: HostStore | None = None,
 ) -> tuple[Bucket, ...]:
     """Put `parameters` (all trainable, or all frozen) into buckets, in launch order: reverse registration.
 
     At stage 3 a bucket holds either blocks or what lies around them, since the two live for different times.
     `planned_elements` stands for the size of a parameter that other ranks may hold more or less of: which parameters
-    lie together must not differ between ranks.
+    lie together must not differ between ranks. With a `host` their state lies there.
     """
     launch_order = {fqn: place for place, fqn in enumerate(reversed(list(parameters)))}
     planned: list[tuple[BucketKey, tuple[str, ...]]] = []
@@ -101,8 +106,10 @@ def make_buckets(
             kind=kind,
             loads=loads.setdefault(group.ranks, [0] * group.size),
         )
+        keeps_parameters = host is not None and host.holds_parameters
+        make = Bucket if host is None else partial(OffloadedBucket, host=host)
         buckets.append(
-            Bucket(
+            make(
                 index=index,
                 key=key,
                 partition=partition,
@@ -110,7 +117,7 @@ def make_buckets(
                 shard=group.rank,
                 counts=placements[fqns[0]].is_owner(coordinates, cut),
                 device=device,
-                cut_parameters=settings.zero_stage == 3 and group.size > 1,
+                cut_parameters=settings.zero_stage == 3 and (group.size > 1 or keeps_parameters),
             )
         )
     return tuple(buckets)

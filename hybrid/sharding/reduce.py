@@ -15,34 +15,37 @@ before the first ended) waits in a fresh local buffer for the next round.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.collectives.ranges import named_range
-from hybrid.errors import ModelError
+from hybrid.errors import CollectiveError, ModelError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.gradient_handle import GradientHandle, Unscaler
+from hybrid.sharding.tensors import HELD_ONCE, owns_its_memory
+from hybrid.weight_gradients import WeightGradients
 
 __all__ = ["Reducer"]
 
 
-def _hooks(reducer: weakref.ref[Reducer], index: int, position: int) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(reducer: weakref.ref[Reducer], index: int, position: int) -> tuple[Callable[..., Any], Callable[..., None]]:
     """The two hooks of one parameter. They hold nothing: autograd holds them where no garbage collector looks."""
 
-    def before(gradients: object) -> None:
+    def before(gradients: tuple[torch.Tensor | None, ...]) -> tuple[None, ...] | None:
         owner = reducer()
-        if owner is not None:
-            owner.before_accumulation(owner.buckets[index], position)
+        return None if owner is None else owner.before_accumulation(index, position, gradients[0])
 
     def after(parameter: torch.Tensor) -> None:
         owner = reducer()
         if owner is not None:
-            owner.after_accumulation(owner.buckets[index], position)
+            owner.after_accumulation(index, position)
 
     return before, after
 
@@ -104,13 +107,16 @@ class Reducer:
         self._next = 0  # place in it
         self._missing = [0] * len(self.buckets)
         self._arrived: list[list[bool]] = [[] for _ in self.buckets]
-        self._in_flight: deque[tuple[Bucket, torch.Tensor, ops.Handle]] = deque()
+        self._in_flight: deque[tuple[Bucket, torch.Tensor, torch.Tensor | None, ops.Handle]] = deque()
         unscale = _unscaler(weakref.ref(self))
         self.handles = {
             fqn: GradientHandle.of(parameter, fqn=fqn, held_dtype=bucket.key.grad_dtype, unscaler=unscale)
             for bucket in self.buckets
             for fqn, parameter in zip(bucket.fqns, bucket.parameters, strict=True)
         }
+        self._given = [[False] * len(bucket.parameters) for bucket in self.buckets]  # autograd brought a gradient
+        # The same by bucket and position: these are asked for three times per parameter and step.
+        self._handles = [[self.handles[fqn] for fqn in bucket.fqns] for bucket in self.buckets]
         self._nodes: list[torch.autograd.graph.Node] = []
         self._removers = [
             remover
@@ -132,31 +138,49 @@ class Reducer:
         second = parameter.register_post_accumulate_grad_hook(after)
         return (first.remove, second.remove)
 
-    def before_accumulation(self, bucket: Bucket, position: int) -> None:
+    def before_accumulation(self, index: int, position: int, gradient: torch.Tensor | None) -> tuple[None, ...] | None:
         """Autograd gives its own tensor away only if `grad` is None.
 
         And if somebody has set it to None or to another tensor since our handle was put there, that is what plain
-        torch would go on from.
+        torch would go on from. Returns what takes the gradient's place, if anything does: a split backward leaves all
+        gradients to its second half, so that a bucket is filled and reduced in one go.
         """
+        bucket = self.buckets[index]
         parameter = bucket.parameters[position]
-        if parameter.grad is not self.handles[bucket.fqns[position]]:
+        current = parameter.grad
+        if current is not self._handles[index][position] and (current is not None or bucket.shown[position]):
             self.adopt(bucket, position)
-        parameter.grad = None
+        if current is not None:
+            parameter.grad = None
+        left = WeightGradients.current()
+        self._given[bucket.index][position] = gradient is not None
+        if left is None or gradient is None or shims.has_gradient_hooks(parameter):
+            return None
+        left.add(torch.autograd.graph.get_gradient_edge(parameter).node, lambda: gradient)
+        self._given[bucket.index][position] = False
+        return (None,)
 
-    def after_accumulation(self, bucket: Bucket, position: int) -> None:
+    def after_accumulation(self, index: int, position: int) -> None:
+        bucket, handle = self.buckets[index], self._handles[index][position]
         parameter = bucket.parameters[position]
         gradient = parameter.grad
-        handle = self.handles[bucket.fqns[position]]
+        if gradient is None and self._given[bucket.index][position]:
+            raise ModelError(
+                f"the gradient of {bucket.fqns[position]!r} was taken out of p.grad during backward, by a "
+                "post-accumulate hook from before distributed_model (an optimizer that steps in backward does so): it "
+                "is this rank's gradient only, not the sum over the ranks. Remove it, and step after backward with "
+                "the optimizer of hybrid.distributed_optimizer"
+            )
         if gradient is None:  # hooks also fire when a custom function returned no gradient
             if bucket.shown[position]:
                 parameter.grad = handle
             self._arrive(bucket, position)
             return
-        parameter.grad = None
-        bucket.accumulate(position, gradient.detach())
+        parameter.grad = handle
+        is_ours = bucket.is_one_parameter and sys.getrefcount(gradient) <= HELD_ONCE and owns_its_memory(gradient)
+        bucket.accumulate(position, gradient.detach() if gradient.requires_grad else gradient, may_keep=is_ours)
         if not self.defer_end:
             self.saw_plain_backward = True
-        parameter.grad = handle
         bucket.shown[position] = True
         self._arrive(bucket, position)
 
@@ -175,9 +199,11 @@ class Reducer:
             )
 
     def adopt_all(self) -> None:
-        for bucket in self.buckets:
-            for position in range(len(bucket.parameters)):
-                self.adopt(bucket, position)
+        for bucket, handles in zip(self.buckets, self._handles, strict=True):
+            for position, parameter in enumerate(bucket.parameters):
+                current = parameter.grad
+                if current is not handles[position] and (current is not None or bucket.shown[position]):
+                    self.adopt(bucket, position)
 
     def remove_hooks(self) -> None:
         for remove in self._removers:
@@ -228,10 +254,12 @@ class Reducer:
         buffer = self._to_send(bucket, bucket.take_local())
         with named_range("reduce bucket", bucket.index):
             if bucket.partition.num_shards == 1:
+                summed = None
                 handle = ops.all_reduce(buffer, group=group, tag=bucket.index)
             else:
-                handle = ops.reduce_scatter(buffer, bounds=bucket.partition.bounds, group=group, tag=bucket.index)
-        self._in_flight.append((bucket, buffer, handle))
+                summed, bounds = bucket.new_accumulator(buffer.dtype), bucket.partition.bounds
+                handle = ops.reduce_scatter(buffer, bounds=bounds, group=group, out=summed, tag=bucket.index)
+        self._in_flight.append((bucket, buffer, summed, handle))
         self._next += 1
         if self._max_in_flight == 0:
             self._complete_first()
@@ -258,10 +286,20 @@ class Reducer:
         return float(2 ** math.ceil(math.log2(group.size * replicas.size) / 2))
 
     def _complete_first(self) -> None:
-        bucket, buffer, handle = self._in_flight.popleft()
+        bucket, buffer, summed, handle = self._in_flight.popleft()
         with named_range("end of reduce bucket", bucket.index):
-            handle.wait()
-            bucket.add_reduced(buffer)
+            try:
+                handle.wait()
+            except CollectiveError as error:
+                raise CollectiveError(
+                    f"reducing the gradients of {bucket.contents()} (every rank must make the same backward passes and "
+                    f"steps, at stage 3 through the same blocks in the same order): {error}"
+                ) from error.__cause__
+            if summed is None:
+                bucket.add_reduced(buffer)
+            else:
+                bucket.raw = summed
+                ops.release(buffer)
 
     def _finish_all_rounds(self) -> None:
         """End of a backward: close the open rounds of all models in one order, that of their wrapping.

@@ -1,14 +1,26 @@
-"""The tensors inside whatever a module returns."""
+"""Facts about tensors: which are inside whatever a module returns, how they lie in memory, who else sees it."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["tensors_in"]
+from hybrid import shims
+
+__all__ = ["HELD_ONCE", "own_strides", "owns_its_memory", "tensors_in"]
+
+
+def _references_of_a_local() -> int:
+    value = object()
+    return sys.getrefcount(value)
+
+
+HELD_ONCE = _references_of_a_local()
+"""What `sys.getrefcount` says of an object that one local variable holds."""
 
 
 def tensors_in(value: Any, *, all_of_them: bool = False) -> Iterator[torch.Tensor]:
@@ -34,3 +46,31 @@ def tensors_in(value: Any, *, all_of_them: bool = False) -> Iterator[torch.Tenso
             stack.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
         elif not callable(item) and hasattr(item, "__dict__"):
             stack.extend(vars(item).values())
+
+
+def own_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's strides if its elements fill a contiguous range of memory, else those of a contiguous tensor.
+
+    A flat view with these strides keeps channels-last and transposed weights as they are.
+    """
+    span = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    if parameter.numel() == 0 or span == parameter.numel():
+        return parameter.stride()
+    strides: list[int] = []
+    step = 1
+    for size in reversed(parameter.shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def owns_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor sees any of the memory of this one, and it lies in all of it.
+
+    Autograd may give two parameters gradients over the same memory (views of what came from above), and under
+    `create_graph` one that its graph goes on with.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or torch.is_grad_enabled():
+        return False
+    fills = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return fills and shims.is_sole_user_of_memory(tensor)

@@ -62,6 +62,9 @@ def check_results() -> None:
                 assert torch.equal(buffer[own], total[own]), f"reduce_scatter {what} {kind}"
                 ops.all_gather(buffer, bounds=bounds, group=group).wait()
                 assert torch.equal(buffer, total), f"all_gather {what} {kind}"
+                buffer, out = rank_buffer(rank, num_elements, dtype), torch.empty_like(buffer[own])
+                ops.reduce_scatter(buffer, bounds=bounds, group=group, out=out).wait()
+                assert torch.equal(out, total[own]), f"reduce_scatter elsewhere {what} {kind}"
             for source in range(size):
                 buffer = rank_buffer(rank, num_elements, dtype)
                 ops.broadcast(buffer, source=source, group=group)
@@ -272,6 +275,12 @@ def check_deferred_results() -> None:
         own = slice(bounds[group.rank], bounds[group.rank + 1])
         assert torch.equal(shards[own], expected_sum(1_000, torch.float32)[own])
         assert int(shards.isnan().sum()) == 1_000 - len(shards[own]), "the rest is undefined, so it shows NaN"
+        other, out = rank_buffer(group.rank, 1_000, torch.float32), torch.empty_like(shards[own])
+        handle = ops.reduce_scatter(other, bounds=bounds, group=group, out=out)
+        assert out.isnan().all()
+        handle.wait()
+        assert torch.equal(out, shards[own])
+        assert other.isnan().all()
         ops.all_gather(shards, bounds=bounds, group=group).wait()
         assert torch.equal(shards, expected_sum(1_000, torch.float32))
         counts = torch.ones(4, dtype=torch.int64)

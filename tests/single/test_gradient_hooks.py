@@ -210,3 +210,45 @@ def test_a_gradient_set_by_hand_is_refused_by_name(hooked: Hooked) -> None:
     hooked.model[0].bias.grad = torch.ones(4)
     with pytest.raises(ModelError, match=r"0\.bias"):
         hooked.reducer.reduce_all()
+
+
+class OneParameter(nn.Module):
+    """A weight that is a bucket without padding, used with another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(32.0).reshape(4, 8))
+
+    def forward(self, other: torch.Tensor) -> torch.Tensor:
+        return (self.weight.view(-1) + other).mul(torch.arange(32.0)).sum()
+
+
+def test_a_gradient_that_nobody_else_sees_becomes_the_buffer() -> None:
+    """Protects the saved copy: of a bucket of one parameter, half of the model where embeddings are large."""
+    hooked, taken = Hooked(OneParameter()), []
+    hooked.reducer.synchronise = False
+    node = torch.autograd.graph.get_gradient_edge(hooked.model.weight).node
+    node.register_prehook(lambda gradients: taken.append(gradients[0].data_ptr()))
+    hooked.model(torch.zeros(32)).backward()
+    assert hooked.bucket.local is not None
+    assert hooked.bucket.local.data_ptr() == taken[0]
+    hooked.model(torch.zeros(32)).backward()
+    hooked.reducer.synchronise = True
+    assert torch.equal(hooked.gradient("weight"), 2 * torch.arange(32.0).reshape(4, 8))
+
+
+@pytest.mark.parametrize("who", ["another gradient", "a hook", "the graph"])
+def test_a_gradient_that_somebody_else_sees_is_copied(who: str) -> None:
+    """Protects what others hold from the sum over ranks, which is made in the buffer."""
+    hooked, held = Hooked(OneParameter()), []
+    hooked.reducer.synchronise = False
+    other = torch.zeros(32, requires_grad=who == "another gradient")
+    if who == "a hook":
+        hooked.model.weight.register_hook(held.append)
+    hooked.model(other).backward(create_graph=who == "the graph")
+    if who == "another gradient":
+        held.append(other.grad)  # autograd gave both the same memory
+    assert hooked.bucket.local is not None
+    hooked.bucket.local.fill_(-1)
+    assert all(torch.equal(gradient.view(-1), torch.arange(32.0)) for gradient in held)
+    assert held or who == "the graph"
