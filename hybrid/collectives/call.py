@@ -10,8 +10,9 @@ from enum import Enum
 import torch
 
 from hybrid.collectives.group import Group
+from hybrid.errors import CollectiveError
 
-__all__ = ["HISTORY", "Call", "CallState", "describe_history", "first_sentence"]
+__all__ = ["HISTORY", "Call", "CallState", "amid", "describe_history", "first_sentence"]
 
 
 class CallState(Enum):
@@ -79,6 +80,12 @@ def describe_history() -> str:
         took = "" if call.ended is None else f" after {call.ended - call.launched:.3f} s"
         lines.append(f"  {call.describe()}: launched {now - call.launched:.3f} s ago, {call.state.value}{took}")
     return "\n".join(lines)
+
+
+def amid(error: CollectiveError, work: str) -> CollectiveError:
+    """The same error, its first line followed by the work that the collective was part of."""
+    head, line_break, history = str(error).partition("\n")
+    return CollectiveError(f"{head}; while {work}{line_break}{history}")
 
 
 def first_sentence(text: str) -> str:

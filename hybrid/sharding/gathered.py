@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 
 from hybrid.collectives import ops
+from hybrid.collectives.call import amid
 from hybrid.errors import CollectiveError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.gather_order import GatherOrder
@@ -75,7 +76,7 @@ class GatheredBuckets:
         try:
             self._handles.pop(bucket.index).wait()
         except CollectiveError as error:
-            raise CollectiveError(f"gathering {self._contents(bucket.index)} ({_ALIKE}): {error}") from error.__cause__
+            raise amid(error, f"gathering {self._contents(bucket.index)} ({_ALIKE})") from error.__cause__
         bucket.arrive()
         self._state[bucket.index] = ShardedState.WHOLE
 

@@ -25,6 +25,7 @@ import torch
 
 from hybrid import shims
 from hybrid.collectives import ops
+from hybrid.collectives.call import amid
 from hybrid.collectives.ranges import named_range
 from hybrid.errors import CollectiveError, ModelError
 from hybrid.sharding.bucket import Bucket
@@ -291,9 +292,10 @@ class Reducer:
             try:
                 handle.wait()
             except CollectiveError as error:
-                raise CollectiveError(
+                raise amid(
+                    error,
                     f"reducing the gradients of {bucket.contents()} (every rank must make the same backward passes and "
-                    f"steps, at stage 3 through the same blocks in the same order): {error}"
+                    "steps, at stage 3 through the same blocks in the same order)",
                 ) from error.__cause__
             if summed is None:
                 bucket.add_reduced(buffer)

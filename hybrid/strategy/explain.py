@@ -214,7 +214,7 @@ _OPEN = {
     "clip_value": "off",
     "seed": "not set",
     "tensor_plan": "the model's own, or that of its family",
-    "split": "auto",
+    "split": "balanced by cost",
 }
 
 
