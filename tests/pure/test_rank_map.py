@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +95,8 @@ def test_scripts_that_start_a_plan(cluster: str, tmp_path: Path) -> None:
     plans = hybrid.plan("gpt3-125m", cluster, global_batch_size=64, seq=512, precision="fp32", num_plans=1)
     files = {path.name: path for path in write_launch_files(plans.best, tmp_path)}
     num_nodes, per_node = int(cluster[0]), int(cluster[2])
-    subprocess.run(["shellcheck", files["launch.sh"], files["job.sbatch"]], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of this environment, which need not be activated
+    subprocess.run([shellcheck, files["launch.sh"], files["job.sbatch"]], check=True)
     assert f"--nnodes={num_nodes} " in files["launch.sh"].read_text()
     assert f"--nproc-per-node={per_node} " in files["launch.sh"].read_text()
     assert f"#SBATCH --nodes={num_nodes}\n" in files["job.sbatch"].read_text()

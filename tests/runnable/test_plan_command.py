@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,10 +99,17 @@ def test_a_plan_starts_from_its_folder_and_only_where_it_was_planned(tmp_path: P
 
     def start(*arguments: str) -> subprocess.CompletedProcess[str]:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = {"MASTER_PORT": str(server.getsockname()[1])}
+            variables = {"MASTER_PORT": str(server.getsockname()[1])}
+        variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # torchrun's
         command = [str(tmp_path / "go" / "launch.sh"), *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment() | port, capture_output=True, text=True, timeout=90, check=False
+            command,
+            cwd=tmp_path,
+            env=environment() | variables,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
         )
 
     trained = start("train.py")
