@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hybrid import shims
 from hybrid.collectives.autograd import COLLECTIVE_OPERATIONS
+from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
 from hybrid.kept_buffers import WrittenBuffers
 
@@ -114,8 +115,7 @@ def _recomputing(
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args = tuple(_without_cache(f"argument {place}", value) for place, value in enumerate(args))
-        kwargs = {name: _without_cache(name, value) for name, value in kwargs.items()}
+        args, kwargs = without_caches(args, kwargs, refusal=_full_cache)
         return checkpoint(functools.partial(forward, **kwargs) if kwargs else forward, *args, **options)
 
     return recomputing_forward
@@ -138,21 +138,11 @@ class _Both:
         return self._stacks.pop().__exit__(*error)
 
 
-def _without_cache(name: str, value: Any) -> Any:
-    """A key/value cache (of transformers) would be appended to twice, so a forward for training goes without one.
-
-    Raises:
-        ModelError: the cache holds something already: leaving it out would change the result.
-    """
-    length = getattr(value, "get_seq_length", None)
-    if not callable(length):
-        return False if name == "use_cache" else value
-    if length() > 0:
-        raise ModelError(
-            f"recompute: {name!r} holds {length()} positions of an earlier call, and a unit that runs twice would "
-            "append to it twice; train without a cache (use_cache=False), or leave recompute out"
-        )
-    return None
+def _full_cache(name: str, length: int) -> str:
+    return (
+        f"recompute: {name!r} holds {length} positions of an earlier call, and a unit that runs twice would append to "
+        "it twice; train without a cache (use_cache=False), or leave recompute out"
+    )
 
 
 def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -21,6 +21,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional
 
+from hybrid.errors import ModelError
+
 __all__ = ["PutOff", "WeightGradients", "linear", "split_linear_layers", "splits", "splitting", "weight_gradient"]
 
 _Compute = Callable[[], torch.Tensor]
@@ -100,7 +102,11 @@ class PutOff:
     def leave(self, gradient: torch.Tensor, tensor: torch.Tensor) -> None:
         """In backward: what it will be computed from, the gradient of the output and the input."""
         left = WeightGradients.current()
-        assert left is not None, "a graph made for a split backward ran in a whole one"
+        if left is None:
+            raise ModelError(
+                "a linear layer is differentiated inside a forward or a loss (torch.autograd.grad, a gradient penalty), "
+                "and the schedule splits each backward: the gradient of its weight would be left out; use schedule '1f1b'"
+            )
 
         def compute() -> torch.Tensor:
             return weight_gradient(gradient, tensor, is_transposed=self.is_transposed).to(self.dtype)

@@ -18,6 +18,7 @@ from hybrid.precision.tree import map_leaves, map_tensors
 __all__ = [
     "Crossing",
     "check_tensors",
+    "full_cache",
     "memories_of",
     "put_together",
     "take_apart",
@@ -62,6 +63,14 @@ def put_together(crossing: Crossing, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 # -- before a value is sent ----------------------------------------------------------------------------------------
+
+
+def full_cache(unit: str, name: str, length: int) -> str:
+    """Why a cache of a unit cannot be left out."""
+    return (
+        f"{unit!r} is given a cache of {length} positions ({name}): what other calls put into a cache does not travel "
+        "from stage to stage of a pipeline. Train without one (model.config.use_cache = False)"
+    )
 
 
 def check_tensors(value: Any, *, layer: str) -> None:

@@ -53,13 +53,16 @@ def run_without_values(
     except Exception as error:
         try:
             return _on_zeros(unit, args, kwargs, fakes)
-        except Exception:
-            reason = (str(error).splitlines() or [""])[0]
+        except Exception as other:
             raise ModelError(
                 f"{name!r} runs neither on tensors without values nor on zeros, so what it returns is not known before "
-                f"the training ({type(error).__name__}: {reason}). Write the model as a hybrid.PipelineLayer, or set "
-                "pipeline_configs.degree = 1"
+                f"the training ({_in_a_line(error)}; on zeros {_in_a_line(other)}). Write the model as a "
+                "hybrid.PipelineLayer, or set pipeline_configs.degree = 1"
             ) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 class _Inside(shims.TorchDispatchMode):

@@ -11,6 +11,7 @@ carries the places of the values that went into it:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from hybrid import shims
+from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
-from hybrid.pipeline.caches import without_cache
+from hybrid.pipeline.boundary import full_cache
 from hybrid.pipeline.fake_call import fake_input, run_without_values
 from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.flow import Call, Flow, Place, ValueSize
@@ -101,8 +103,7 @@ class Following:
         state = self._state
         if state is None or state.inside:  # a unit that runs inside another one is part of that
             return own(*args, **kwargs)
-        args = tuple(without_cache(name, f"argument {place}", value) for place, value in enumerate(args))
-        kwargs = {key: without_cache(name, key, value) for key, value in kwargs.items()}
+        args, kwargs = without_caches(args, kwargs, refusal=functools.partial(full_cache, name))
         return state.call(name, self.skeleton.get_submodule(name), own, args, kwargs, own_memory=self._own[name])
 
 

@@ -13,6 +13,7 @@ is drawn between calls is the same in every chunk.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,9 +22,9 @@ import torch
 from torch import nn
 
 from hybrid import shims
+from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
-from hybrid.pipeline.boundary import memories_of
-from hybrid.pipeline.caches import without_cache
+from hybrid.pipeline.boundary import full_cache, memories_of
 from hybrid.pipeline.chunk_run import ChunkRun
 from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.holders import Holders
@@ -233,8 +234,7 @@ class OwnForwardModel:
         if index < run.calls.start:
             output = run.returned_elsewhere(index, args, kwargs)
         else:
-            args = tuple(without_cache(name, f"argument {place}", value) for place, value in enumerate(args))
-            kwargs = {key: without_cache(name, key, value) for key, value in kwargs.items()}
+            args, kwargs = without_caches(args, kwargs, refusal=functools.partial(full_cache, name))
             run.is_inside = True
             try:
                 output = own(*args, **kwargs)

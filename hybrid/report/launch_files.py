@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from hybrid.contracts.rank_map import PlannedNode, RankMap, make_rank_map
 from hybrid.errors import PlanError
 from hybrid.planner.plan import Plan
@@ -23,6 +21,8 @@ def launch_files(plan: Plan) -> dict[str, str]:
     Raises:
         PlanError: a layout that this version cannot run, or ranks that no launcher numbers as the plan does.
     """
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # here: every `hybrid` command loads this file
+
     strategy = plan.strategy
     layout = strategy.resolve(plan.job.cluster.num_devices).layout
     ranks = make_rank_map(plan.job.cluster.ranks, layout)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from hybrid.errors import HybridError
@@ -39,6 +38,8 @@ class Section:
 
 def page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     """The file's text. What the sections say is escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # here: every `hybrid` command loads this file
+
     environment = Environment(
         loader=PackageLoader("hybrid.report"), undefined=StrictUndefined, autoescape=True, trim_blocks=True
     )

@@ -134,3 +134,37 @@ def most_is_put_off() -> None:
 
 def test_first_halves_leave_no_whole_gradients() -> None:
     run_ranks(most_is_put_off, 2)
+
+
+class Penalised(nn.Module):
+    """Differentiates its own linear layer in its forward, as energies and penalties do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if not value.requires_grad:
+            value = value.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.linear(value).square().sum(), value, create_graph=True)
+        return value + slope
+
+
+def a_gradient_inside_a_forward() -> str:
+    with pipeline_variant(2, schedule="zb-h1", mb=2, split=(2, 2)) as strategy:
+        layers = nn.Sequential(nn.Linear(6, 6), Penalised(), nn.Linear(6, 6), nn.Linear(6, 6))
+        model: Any = hybrid.distributed_model(layers, strategy=strategy)
+        optimizer = hybrid.distributed_optimizer(make_adamw(model))
+        batch = torch.ones(4, 6), torch.ones(4, 6)
+        try:
+            model.train_batch(batch, optimizer, loss_fn=nn.functional.mse_loss)
+        except hybrid.HybridError as error:
+            return str(error)
+        return ""
+
+
+def test_a_gradient_inside_a_forward_is_refused_by_name() -> None:
+    """Autograd does not see the weight of a product whose gradient is put off: a second derivative would lack it."""
+    first, _ = run_ranks(a_gradient_inside_a_forward, 2)
+    assert "differentiated inside a forward" in first
+    assert "schedule '1f1b'" in first

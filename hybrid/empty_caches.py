@@ -1,0 +1,40 @@
+"""Key/value caches of transformers: they are for generation, and a forward for training goes without one.
+
+They carry values from call to call beside what a module returns: a module that runs twice would append to one twice,
+and what it holds does not travel from stage to stage of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hybrid.errors import ModelError
+
+__all__ = ["without_caches"]
+
+
+def without_caches(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, refusal: Callable[[str, int], str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module, with nothing in the place of an empty cache.
+
+    Args:
+        refusal: (which argument, positions in its cache) -> why it cannot be left out.
+
+    Raises:
+        ModelError: a cache holds something already: leaving it out would change the result.
+    """
+
+    def without(name: str, value: Any) -> Any:
+        length = getattr(value, "get_seq_length", None)
+        if not callable(length):
+            return False if name == "use_cache" else value
+        if length() > 0:
+            raise ModelError(refusal(name, length()))
+        return None
+
+    return (
+        tuple(without(f"argument {place}", value) for place, value in enumerate(args)),
+        {name: without(name, value) for name, value in kwargs.items()},
+    )
