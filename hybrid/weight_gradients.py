@@ -104,8 +104,8 @@ class PutOff:
         left = WeightGradients.current()
         if left is None:
             raise ModelError(
-                "a linear layer is differentiated inside a forward or a loss (torch.autograd.grad, a gradient penalty), "
-                "and the schedule splits each backward: the gradient of its weight would be left out; use schedule '1f1b'"
+                "a linear layer is differentiated inside a forward or a loss (torch.autograd.grad, a penalty), "
+                "and the schedule splits each backward: its weight's gradient would be left out; use schedule '1f1b'"
             )
 
         def compute() -> torch.Tensor:
