@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_number"]
+__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "parse_bytes", "parse_number"]
 
 _BYTE_UNITS = {
     "": 1,
@@ -61,6 +61,13 @@ def format_count(count: float) -> str:
             return f"{_three_digits(value)}{unit}"
         value /= 1000
     return f"{_three_digits(value)} T"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Decimal units, as links have them: `12.5 GB/s`, `1.8 TB/s`."""
+    if bytes_per_second >= 1e12:
+        return f"{bytes_per_second / 1e12:.4g} TB/s"
+    return f"{bytes_per_second / 1e9:.4g} GB/s"
 
 
 def format_seconds(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from hybrid.cli.cluster_drawing import device_dict, print_devices
 from hybrid.cli.cluster_summary import ClusterSummary
 from hybrid.contracts.cluster import parse_cluster
 from hybrid.contracts.device_kind import device_kinds
+from hybrid.report.page import write_page
 
 __all__ = ["commands"]
 
@@ -87,6 +89,9 @@ def show(
             help="Devices that scale-up links join, such as 36 for half racks.  [default: as the device has it]",
         ),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with the graph drawn.")
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Draw a cluster and say what groups of ranks have of its links.
@@ -105,6 +110,7 @@ def show(
       hybrid cluster show 36x4xGB200                             two NVLink domains of 72
       hybrid cluster show 2x8xMI300X                             64 GB/s for a pair, 448 for eight
       hybrid cluster show lab.yaml --json
+      hybrid cluster show lab.yaml --html lab.html               links, switches and rates to point at
     """
     found = parse_cluster(
         source,
@@ -116,6 +122,8 @@ def show(
         describe=True,
     )
     summary = ClusterSummary(cluster=found)
+    if html is not None:
+        write_page(html, summary.page(), option="--html")
     if json_output:
         typer.echo(json.dumps(summary.to_dict(), indent=2, ensure_ascii=False))
     else:

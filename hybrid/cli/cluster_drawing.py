@@ -14,7 +14,7 @@ from rich.tree import Tree
 from hybrid.contracts.cluster import Cluster
 from hybrid.contracts.cluster_shape import NodePart, Shape
 from hybrid.contracts.device_kind import DeviceKind
-from hybrid.units import format_seconds
+from hybrid.units import format_rate, format_seconds
 
 __all__ = ["device_dict", "print_cluster", "print_devices"]
 
@@ -25,8 +25,8 @@ Row = tuple[str, float, float, float]
 
 
 def device_dict(kind: DeviceKind) -> dict[str, Any]:
-    """All figures of a kind, as JSON has them."""
-    figures = {name: getattr(kind, name) for name in kind.__slots__}
+    """All figures of a kind, as JSON has them; measured curves stand in the cluster's file."""
+    figures = {name: getattr(kind, name) for name in kind.__slots__ if name != "measured"}
     return {**figures, "flops": dict(kind.flops)}
 
 
@@ -41,9 +41,9 @@ def print_cluster(
         console.print()
         console.print(_rates(rows))
     if halves is not None:
-        console.print(f"between the halves, all devices at once: {_speed(halves)}")
+        console.print(f"between the halves, all devices at once: {format_rate(halves)}")
     for here, there, speed, usual in slow_links[:MOST_LINES]:
-        line = f"slower than its like: {here} - {there} has {_speed(speed)}, others {_speed(usual)}"
+        line = f"slower than its like: {here} - {there} has {format_rate(speed)}, others {format_rate(usual)}"
         console.print(Text(line, style="yellow"))
     if len(slow_links) > MOST_LINES:
         console.print(Text(f"and {len(slow_links) - MOST_LINES} more slow links", style="yellow"))
@@ -147,7 +147,7 @@ def _links_lines(part: NodePart) -> list[str]:
         link = kind.scale_up
         if kind.topology == "none":
             link = f"no scale-up links; {kind.host_link} to the host"
-        total, peer = _speed(kind.scale_up_bytes_per_second), _speed(kind.peer_bytes_per_second)
+        total, peer = format_rate(kind.scale_up_bytes_per_second), format_rate(kind.peer_bytes_per_second)
         lines.append(f"{link}: {total} per device" + (f", {peer} to one peer" if total != peer else ""))
     speed = f"{part.nic_bytes_per_second * 8 / 1e9:g} Gb/s"
     lines.append(f"{part.num_nics} network card(s) of {speed} per node of {part.devices}")
@@ -186,7 +186,7 @@ def _rates(rows: Sequence[Row]) -> Table:
     table.add_column("each, one direction", justify="right", no_wrap=True)
     table.add_column("latency", justify="right", no_wrap=True)
     for name, lowest, highest, latency in rows:
-        speed = _speed(lowest) if lowest == highest else f"{_giga(lowest)} to {_speed(highest)}"
+        speed = format_rate(lowest) if lowest == highest else f"{_giga(lowest)} to {format_rate(highest)}"
         table.add_row(name, speed, format_seconds(latency))
     return table
 
@@ -206,9 +206,3 @@ def _scaled(value: float) -> str:
             return f"{value:.3g} {prefix}"
         value /= 1000
     return f"{value:.3g} E"
-
-
-def _speed(bytes_per_second: float) -> str:
-    if bytes_per_second >= 1e12:
-        return f"{bytes_per_second / 1e12:.4g} TB/s"
-    return f"{_giga(bytes_per_second)} GB/s"

@@ -114,15 +114,20 @@ class ClusterSummary:
         }
 
     def print(self) -> None:
-        print_cluster(
-            self.cluster,
-            rows=[
-                (level.name, level.bytes_per_second, level.highest_bytes_per_second, level.latency_seconds)
-                for level in self.levels()
-            ],
-            halves=self.halves_bytes_per_second(),
-            slow_links=self.slow_links(),
-        )
+        print_cluster(self.cluster, **self._figures())
+
+    def page(self) -> str:
+        """As an HTML file."""
+        from hybrid.report.cluster_page import cluster_page  # here: what draws it is not wanted on a terminal
+
+        return cluster_page(self.cluster, **self._figures())
+
+    def _figures(self) -> dict[str, Any]:
+        rows = [
+            (level.name, level.bytes_per_second, level.highest_bytes_per_second, level.latency_seconds)
+            for level in self.levels()
+        ]
+        return {"rows": rows, "halves": self.halves_bytes_per_second(), "slow_links": self.slow_links()}
 
 
 def _level(name: str, rates: list[tuple[float, float]]) -> Level:

@@ -15,6 +15,9 @@ from hybrid.launch.profile_request import ProfileRequest
 from hybrid.launch.run import run_job
 from hybrid.profile.profile import Profile
 from hybrid.profile.table import profile_as_text
+from hybrid.profile.timeline import TIMELINE_FILE, read_timelines
+from hybrid.report.page import check_page_path, write_page
+from hybrid.report.profile_page import profile_page
 
 __all__ = ["profile"]
 
@@ -42,6 +45,9 @@ def profile(
         Path, typer.Option("--log-dir", metavar="DIR", help="Each run makes a new folder in it.")
     ] = Path("hybrid_logs"),
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with the parts and a timeline.")
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print profile.json, and nothing of the script, to compare runs.")
     ] = False,
@@ -55,6 +61,7 @@ def profile(
     Examples:
       hybrid profile --nproc 4 train.py --lr 1e-3
       hybrid profile --nproc 4 --strategy zero2.yaml --steps 5 --json train.py > zero2.json
+      hybrid profile --nproc 4 --html profile.html train.py
     """
     request = ProfileRequest(steps=steps, warmup=warmup, directory=str(out.resolve()), goes_on=go_on)
     job = LaunchJob(
@@ -67,8 +74,10 @@ def profile(
         environment=request.environment(),
         show_output=not json_output,
     )
+    check_page_path(html, option="--html")
     job.check()
     request.facts_path.unlink(missing_ok=True)
+    (out / TIMELINE_FILE).unlink(missing_ok=True)
     outcome = run_job(job)
     if outcome.message:
         _say(outcome.message)
@@ -81,6 +90,9 @@ def profile(
             )
         raise typer.Exit(outcome.exit_code or 1)
     text = request.facts_path.read_text(encoding="utf-8")
+    if html is not None:
+        made = profile_page(Profile.from_dict(json.loads(text)), read_timelines(out / TIMELINE_FILE))
+        write_page(html, made, option="--html")
     if json_output:
         typer.echo(text)
     else:

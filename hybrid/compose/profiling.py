@@ -22,6 +22,7 @@ from hybrid.profile.advice import advise
 from hybrid.profile.peak import peak_flops
 from hybrid.profile.profile import Profile
 from hybrid.profile.step_profiler import StepProfiler
+from hybrid.profile.timeline import RankTimeline, write_timelines
 from hybrid.strategy import ResolvedStrategy
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ class Profiling:
         """
         if not self._profiler.has_ended:
             return
-        profile = self._gathered(runtime, tokens=float(tokens.item()))
+        profile, timelines = self._gathered(runtime, tokens=float(tokens.item()))
         if runtime.mesh.rank == 0:
+            write_timelines(self._directory, timelines)
             facts = json.dumps(profile.to_dict(), indent=2)
             (self._directory / "profile.json").write_text(facts, encoding="utf-8")
             if self._request is None:
@@ -90,11 +92,11 @@ class Profiling:
         if self._request is not None and not self._request.goes_on:
             raise SystemExit(0)
 
-    def _gathered(self, runtime: Runtime, *, tokens: float) -> Profile:
+    def _gathered(self, runtime: Runtime, *, tokens: float) -> tuple[Profile, list[RankTimeline]]:
         mesh, strategy = runtime.mesh, runtime.strategy
-        own = (self._profiler.result(), self._profiler.untraced_step_seconds)
+        own = (self._profiler.result(), self._profiler.untraced_step_seconds, self._profiler.timeline())
         everybody = ops.all_gather_object(own, group=mesh.world)
-        untraced = [seconds for _, seconds in everybody if seconds is not None]
+        untraced = [seconds for _, seconds, _ in everybody if seconds is not None]
         dtype = _dtype(runtime)
         device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else mesh.device.type
         peak, source = peak_flops(device, dtype)
@@ -106,13 +108,13 @@ class Profiling:
             device=device,
             dtype=dtype,
             versions={"hybrid": __version__, "torch": torch.__version__},
-            ranks=tuple(rank for rank, _ in everybody),
+            ranks=tuple(rank for rank, _, _ in everybody),
             untraced_step_seconds=max(untraced) if untraced else None,
             tokens=tokens,
             peak_flops_per_device=peak,
             peak_source=source,
         )
-        return replace(profile, advice=advise(profile))
+        return replace(profile, advice=advise(profile)), [timeline for _, _, timeline in everybody]
 
 
 def _dtype(runtime: Runtime) -> str:

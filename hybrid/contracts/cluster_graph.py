@@ -85,10 +85,10 @@ class GraphLinks:
         """Refuse ranks that cannot reach each other; a PlanError names them."""
         first = self._names[0]
         for domain, names in self._members.items():
-            for other in names[1:]:
-                if not nx.has_path(self._field((names[0], other)), names[0], other):
+            for one, other in combinations(names, 2):
+                if not self._are_joined(one, other):
                     raise PlanError(
-                        f"{names[0]} and {other} are of one domain, and no link or switch joins them without a network "
+                        f"{one} and {other} are of one domain, and no link or switch joins them without a network "
                         f"card or another device; add the link, or give them different domains"
                     )
             if domain != self._domain_of[0]:
@@ -96,6 +96,12 @@ class GraphLinks:
                     self._route(first, other)
 
     # ---------------------------------------------------------------- inside a domain
+
+    def _are_joined(self, one: str, other: str) -> bool:
+        """By a link, a switch, or a path of switches of their domain."""
+        if self._graph.has_edge(one, other) or (set(self._switches[one]) & set(self._switches[other])) - self._network:
+            return True  # as nearly always
+        return bool(nx.has_path(self._field((one, other)), one, other))
 
     @cached_property
     def _switches(self) -> dict[str, tuple[str, ...]]:

@@ -71,9 +71,9 @@ class RankMap:
         if num_up != self.num_ranks:
             return [f"the plan is for {self.num_ranks} ranks on {len(self.nodes)} nodes, and {num_up} came up"]
         host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
-        return list(self._moved(host_of)) or list(self._turned(local_ranks))
+        return list(self._moved(host_of, local_ranks)) or list(self._turned(local_ranks))
 
-    def _moved(self, host_of: Mapping[int, str]) -> Iterator[str]:
+    def _moved(self, host_of: Mapping[int, str], local_ranks: Mapping[int, int]) -> Iterator[str]:
         taken: dict[str, str] = {}
         for node in self.nodes:
             first = host_of[node.ranks[0]]
@@ -81,6 +81,7 @@ class RankMap:
                 yield (
                     f"rank {node.ranks[0]} is on host {first}, where {taken[first]} of the plan came up; the plan has "
                     f"it on a node of its own, {node.name}, with {named(node.ranks)}"
+                    f"{_same_name(first, host_of, local_ranks)}"
                 )
                 continue
             taken[first] = node.name
@@ -140,7 +141,7 @@ def read_rank_map(path: Path) -> RankMap:
     """From a file that `to_csv` wrote.
 
     Raises:
-        LaunchError: the file cannot be read, or is no such map; with its line.
+        LaunchError: the file cannot be read, is no such map, or has ranks as no launcher numbers them; with its line.
     """
     try:
         rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))))
@@ -165,7 +166,32 @@ def read_rank_map(path: Path) -> RankMap:
             raise LaunchError(f"{path}, line {rank + 2}: the coordinates do not fit a layout of {layout.describe()}")
     if layout.world_size != len(places):
         raise LaunchError(f"{path}: {len(places)} ranks, but the coordinates span {layout.world_size}")
-    return make_rank_map([f"{row['node']}/{row['device']}" for row in rows], layout)
+    try:
+        found = make_rank_map([f"{row['node']}/{row['device']}" for row in rows], layout)
+    except PlanError as error:
+        raise LaunchError(f"{path}: {error}") from None
+    for node in found.nodes:
+        for local, rank in enumerate(node.ranks):
+            if rows[rank]["local_rank"] != str(local):
+                raise LaunchError(
+                    f"{path}, line {rank + 2}: local rank {rows[rank]['local_rank']} where {local} is due: the ranks "
+                    f"of {node.name} are numbered in their order"
+                )
+    return found
+
+
+def _same_name(host: str, host_of: Mapping[int, str], local_ranks: Mapping[int, int]) -> str:
+    """Where two ranks of a host have one local rank, there are two machines of that name."""
+    seen: dict[int, int] = {}
+    for rank, name in host_of.items():
+        if name == host and rank in local_ranks:
+            other = seen.setdefault(local_ranks[rank], rank)
+            if other != rank:
+                return (
+                    f" (ranks {other} and {rank} both are local rank {local_ranks[rank]} there: two machines have the "
+                    f"name {host}; give each a host name of its own)"
+                )
+    return ""
 
 
 def named(ranks: Sequence[int]) -> str:

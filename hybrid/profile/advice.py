@@ -217,10 +217,15 @@ def _tensor_parallel(profile: Profile, axis: str, fraction: float) -> Advice:
     return _advice(axis, fraction, "sums over the ranks that share a layer", changes)
 
 
+# Of a micro-batch on a stage, in which a split backward lets the other stages begin; else its chunks.
+_PIECES = {"zb-h1": 3, "zbv": 6}
+
+
 def _between_stages(profile: Profile, axis: str, fraction: float) -> Advice:
     known, stages = profile.settings, profile.degrees.get("pp", 1)
-    steps, virtual = known["accumulate_steps"], known["virtual_stages"]
-    bubble, more = _bubble(stages, steps, virtual), 2 * max(steps, stages)
+    steps, schedule = known["accumulate_steps"], known["schedule"]
+    pieces = _PIECES.get(schedule, known["virtual_stages"])
+    bubble, more = _bubble(stages, steps, pieces), 2 * max(steps, stages)
     changes: list[_Change] = []
     if fraction > 1.5 * bubble + 0.05:
         changes.append(
@@ -234,18 +239,18 @@ def _between_stages(profile: Profile, axis: str, fraction: float) -> Advice:
         (
             "accumulate_steps",
             f"accumulate_steps = {more} instead of {steps}: the bubble of the schedule goes from {bubble:.0%} to "
-            f"{_bubble(stages, more, virtual):.0%}",
+            f"{_bubble(stages, more, pieces):.0%}",
         )
     )
-    if virtual == 1:
+    if pieces == 1:
         changes.append(
             ("pipeline_configs.virtual_stages", "schedule = 'interleaved' with virtual_stages = 2, which halves it")
         )
     return _advice(axis, fraction, "waiting for the other stages of the pipeline", changes)
 
 
-def _bubble(stages: int, steps: int, virtual: int) -> float:
-    return (stages - 1) / (virtual * steps + stages - 1)
+def _bubble(stages: int, steps: int, pieces: int) -> float:
+    return (stages - 1) / (pieces * steps + stages - 1)
 
 
 def _advice(axis: str, fraction: float, what: str, changes: Iterable[_Change]) -> Advice:

@@ -26,6 +26,7 @@ class StepClock:
 
     by_step: of each step (kind, axis, operation) -> time; PLAIN is the rest.
     blocked: axis -> the intervals in which this thread launched communication on it or waited for it.
+    stretches: of the last step what it was doing, one after the other: (kind, axis, operation), from when, to when.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -39,6 +40,7 @@ class StepClock:
         self.between_seconds: list[float] = []
         self.by_step: list[dict[_Key, float]] = []
         self.blocked: dict[str, list[Interval]] = {}
+        self.stretches: list[tuple[_Key, float, float]] = []
 
     def begin_step(self) -> None:
         self._begun = self._last = self._now()
@@ -46,6 +48,7 @@ class StepClock:
             self.between_seconds.append(self._begun - self._ended)
         self._stack = [_STEP]
         self.by_step.append({})
+        self.stretches = []
 
     def end_step(self) -> None:
         self._count()
@@ -83,6 +86,10 @@ class StepClock:
         seconds[key] = seconds.get(key, 0.0) + now - self._last
         if key[0] is RangeKind.COMMUNICATION:
             self.blocked.setdefault(key[1], []).append((self._last, now))
+        if self.stretches and self.stretches[-1][0] == key:
+            self.stretches[-1] = (key, self.stretches[-1][1], now)
+        elif now > self._last:
+            self.stretches.append((key, self._last, now))
         self._last = now
 
 

@@ -23,10 +23,18 @@ from hybrid.collectives.ranges import RangeKind, set_listener
 from hybrid.collectives.trace import Recording, trace
 from hybrid.profile.profile import RankProfile, Traffic
 from hybrid.profile.step_clock import StepClock, covered_seconds
+from hybrid.profile.timeline import RankTimeline, Stretch
 
 __all__ = ["StepProfiler"]
 
 _CONTROL = "control"
+_PARTS = {
+    RangeKind.FORWARD: "forward",
+    RangeKind.BACKWARD: "backward",
+    RangeKind.OPTIMIZER: "optimizer",
+    RangeKind.PLAIN: "other",
+    RangeKind.COMMUNICATION: "communication",
+}
 
 
 class _FlopCount(shims.TorchDispatchMode):
@@ -98,6 +106,7 @@ class StepProfiler:
         self._flops: float | None = None
         self._untraced: list[float] = []
         self._clock = StepClock()
+        self._begun_at = 0.0
         self._open = ExitStack()
         self._recording: Recording | None = None
         self._torch: profile | None = None
@@ -154,6 +163,7 @@ class StepProfiler:
     def _traced(self) -> Iterator[None]:
         if self._torch is None:
             self._start()
+        self._begun_at = time.time()
         self._clock.begin_step()
         with record_function(f"step {self._done + 1}"):
             yield
@@ -181,6 +191,18 @@ class StepProfiler:
     def untraced_step_seconds(self) -> float | None:
         """Median of the warm-up steps after the first."""
         return statistics.median(self._untraced) if self._untraced else None
+
+    def timeline(self) -> RankTimeline:
+        """The last step that was traced."""
+        begun = self._clock.stretches[0][1] if self._clock.stretches else 0.0
+        return RankTimeline(
+            rank=self._rank,
+            begun_at_seconds=self._begun_at,
+            stretches=tuple(
+                Stretch(start - begun, end - begun, _PARTS[kind], _axis(axis), op)
+                for (kind, axis, op), start, end in self._clock.stretches
+            ),
+        )
 
     def result(self) -> RankProfile:
         """Write the trace of this rank; what was measured."""

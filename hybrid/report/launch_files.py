@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from hybrid.contracts.cluster import Cluster
 from hybrid.contracts.rank_map import PlannedNode, RankMap, make_rank_map
 from hybrid.errors import PlanError
 from hybrid.planner.plan import Plan
@@ -15,8 +17,12 @@ __all__ = ["launch_files", "write_launch_files"]
 _TEMPLATES = ("launch.sh", "job.sbatch", "pytorchjob.yaml")
 
 
-def launch_files(plan: Plan) -> dict[str, str]:
+def launch_files(plan: Plan, folder: Path = Path()) -> dict[str, str]:
     """Name -> text: `strategy.yaml`, `ranks.csv`, `hostfile`, `launch.sh`, `job.sbatch`, `pytorchjob.yaml`.
+
+    Args:
+        plan: what they start.
+        folder: in which they will be; a batch job that is submitted elsewhere looks for them there.
 
     Raises:
         PlanError: a layout that this version cannot run, or ranks that no launcher numbers as the plan does.
@@ -25,15 +31,15 @@ def launch_files(plan: Plan) -> dict[str, str]:
 
     strategy = plan.strategy
     layout = strategy.resolve(plan.job.cluster.num_devices).layout
-    ranks = make_rank_map(plan.job.cluster.ranks, layout)
+    ranks = make_rank_map(_devices(plan.job.cluster), layout)
     files = {"strategy.yaml": strategy.to_yaml(), "ranks.csv": ranks.to_csv(), "hostfile": _hostfile(ranks)}
     environment = Environment(
         loader=PackageLoader("hybrid.report"), undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True
     )
     values = {
         "label": plan.candidate.label,
-        "model": plan.job.model.name,
-        "cluster": plan.job.cluster.name,
+        "model": _one_line(plan.job.model.name),
+        "cluster": _one_line(plan.job.cluster.name),
         "layout": layout.describe(),
         "num_nodes": len(ranks.nodes),
         "num_ranks": ranks.num_ranks,
@@ -41,7 +47,8 @@ def launch_files(plan: Plan) -> dict[str, str]:
         "device_resource": _device_resource(plan.job.cluster.device.name),
         "visible_devices": _visible_devices(ranks),
         "communicator_variables": _communicator_variables(plan, ranks),
-        "job_name": re.sub(r"[^a-z0-9]+", "-", plan.job.model.name.lower()).strip("-")[:40] or "hybrid",
+        "job_name": _job_name(plan.job.model.name),
+        "folder": shlex.quote(str(folder.resolve())),
     }
     return files | {name: environment.get_template(f"{name}.j2").render(values) for name in _TEMPLATES}
 
@@ -52,7 +59,7 @@ def write_launch_files(plan: Plan, folder: Path) -> tuple[Path, ...]:
     Raises:
         PlanError: as `launch_files`; or the folder cannot be written.
     """
-    files = launch_files(plan)
+    files = launch_files(plan, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -62,6 +69,25 @@ def write_launch_files(plan: Plan, folder: Path) -> tuple[Path, ...]:
     except OSError as error:
         raise PlanError(f"--out {folder}: {error.strerror or error}") from None
     return tuple(folder / name for name in files)
+
+
+def _devices(cluster: Cluster) -> list[str]:
+    """Written node/device; of a graph whose names say no node each domain is one."""
+    return [
+        name if "/" in name else f"domain{domain}/{name}"
+        for name, domain in zip(cluster.ranks, cluster.domain_of, strict=True)
+    ]
+
+
+def _one_line(name: str) -> str:
+    """For a comment, which a line break would end."""
+    return " ".join(name.split())
+
+
+def _job_name(model: str) -> str:
+    """As Kubernetes takes it, which puts `-worker-0` behind: small letters, digits, dashes, a letter first."""
+    name = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")[:40].strip("-")
+    return name if name[:1].isalpha() else f"hybrid-{name}".rstrip("-")
 
 
 def _hostfile(ranks: RankMap) -> str:

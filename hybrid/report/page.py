@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from hybrid.errors import HybridError
 
-__all__ = ["Section", "TableData", "page", "write_page"]
+__all__ = ["Section", "TableData", "check_page_path", "page", "write_page"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,14 @@ def page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         loader=PackageLoader("hybrid.report"), undefined=StrictUndefined, autoescape=True, trim_blocks=True
     )
     return environment.get_template("page.html.j2").render(title=title, subtitle=subtitle, sections=sections)
+
+
+def check_page_path(path: Path | None, *, option: str) -> None:
+    """Before long work: HybridError with the option's name where the folder is not there, or a folder is."""
+    if path is not None and path.is_dir():
+        raise HybridError(f"{option} {path}: Is a directory")
+    if path is not None and not path.parent.is_dir():
+        raise HybridError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def write_page(path: Path, text: str, *, option: str) -> None:

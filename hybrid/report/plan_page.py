@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 
+from hybrid.contracts.cluster import Cluster
 from hybrid.contracts.layout import Layout
+from hybrid.contracts.rank_map import named
 from hybrid.planner.cost import step_timeline
 from hybrid.planner.plan import Plan, Plans
-from hybrid.planner.search import Priced
+from hybrid.planner.search import Priced, search
 from hybrid.planner.software import software_of
 from hybrid.report.page import Section, TableData, page
 from hybrid.report.pictures import Bar, Point, bars, devices, gantt, legend, part_names, points
 from hybrid.report.plan_table import advice_lines, plan_columns, time_parts
 from hybrid.units import format_bytes, format_count, format_seconds
 
-__all__ = ["plan_page"]
+__all__ = ["device_rows", "plan_page"]
 
 _SHOWN = 12
+_POINTS = 60  # of those that fit
+_MOST_DEVICES = 1024  # of a map of single devices
 
 
 def plan_page(plans: Plans) -> str:
@@ -102,46 +106,81 @@ def _rank_map(plan: Plan) -> Section:
     layout = Layout.of(
         pp=chosen.pp, dp_replicate=chosen.dp_replicate, dp_shard=chosen.dp_shard, cp=chosen.cp, tp=chosen.tp
     )
-    domains: dict[int, list[tuple[str, int]]] = {}
+    members: dict[int, list[int]] = {}
+    for rank, domain in enumerate(cluster.domain_of):
+        members.setdefault(domain, []).append(rank)
+    if cluster.num_devices <= _MOST_DEVICES:
+        groups = [[[rank] for rank in ranks] for ranks in members.values()]
+        said = "A frame is what fast links join; colours are pipeline ranks. "
+    else:
+        groups = [list(members.values())]
+        said = "A square is a domain, all that fast links join; colours are pipeline ranks, of its first device. "
     tips = {}
-    for rank, (name, domain) in enumerate(zip(cluster.ranks, cluster.domain_of, strict=True)):
-        place = layout.coordinate(rank)
-        domains.setdefault(domain, []).append((name, place["pp"]))
-        where = ", ".join(f"{axis} {value}" for axis, value in place.items() if layout.degree(axis) > 1)
-        tips[name] = f"rank {rank}: {name}" + (f"\n{where}" if where else "")
-    picture, caption = devices(list(domains.values()), tips)
-    frames = "A frame is what fast links join; colours are pipeline ranks. "
-    return Section(name="ranks", heading=f"Ranks: {layout.describe()}", picture=picture, caption=frames + caption)
+    squares = []
+    for group in groups:
+        squares.append([(cluster.ranks[ranks[0]], layout.coordinate(ranks[0])["pp"]) for ranks in group])
+        tips.update({cluster.ranks[ranks[0]]: _ranks_tip(ranks, cluster, layout) for ranks in group})
+    picture, caption = devices(squares, tips)
+    return Section(name="ranks", heading=f"Ranks: {layout.describe()}", picture=picture, caption=said + caption)
+
+
+def _ranks_tip(ranks: Sequence[int], cluster: Cluster, layout: Layout) -> str:
+    """Which they are, on which devices, with which coordinates."""
+    places = [layout.coordinate(rank) for rank in ranks]
+    spans = [
+        (axis, min(place[axis] for place in places), max(place[axis] for place in places))
+        for axis in places[0]
+        if layout.degree(axis) > 1
+    ]
+    where = ", ".join(f"{axis} {low}" if low == high else f"{axis} {low} to {high}" for axis, low, high in spans)
+    names = cluster.ranks[ranks[0]] if len(ranks) == 1 else f"{cluster.ranks[ranks[0]]} to {cluster.ranks[ranks[-1]]}"
+    is_row = ranks[-1] - ranks[0] == len(ranks) - 1
+    which = named(ranks) if is_row else f"ranks {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
+    return f"{which}: {names}" + (f"\n{where}" if where else "")
 
 
 def _points(plans: Plans) -> Iterator[Point]:
-    for place, one in enumerate(plans.result.found):
-        yield _point(one, is_best=place == 0)
-    yield from map(_point, plans.result.too_large)
+    """The plans, more that come after them, and what would be faster if it fitted."""
+    request = plans.request
+    more = search(replace(request, num_plans=max(_POINTS, request.num_plans)))
+    found = {one.candidate.label: one for one in (*plans.result.found, *more.found)}
+    large = {one.candidate.label: one for one in (*plans.result.too_large, *more.too_large)}
+    best = plans.result.found[0]
+    for label, one in found.items():
+        slower = one.time.total_seconds / best.time.total_seconds - 1
+        why = "the best" if label == best.candidate.label else f"fits, and is {slower:.1%} slower than the best"
+        yield _point(one, why, is_best=label == best.candidate.label)
+    for one in large.values():
+        yield _point(one, f"does not fit: needs {format_bytes(one.fit.over_bytes)} more than there is")
 
 
-def _point(one: Priced, *, is_best: bool = False) -> Point:
-    over = "" if one.fit.fits else f"\n{format_bytes(one.fit.over_bytes)} more than there is"
-    tip = f"{one.candidate.label}\n{format_seconds(one.time.total_seconds)}, {format_bytes(one.fit.needed_bytes)}{over}"
+def _point(one: Priced, why: str, *, is_best: bool = False) -> Point:
+    tip = (
+        f"{one.candidate.label}\n{format_seconds(one.time.total_seconds)}, {format_bytes(one.fit.needed_bytes)}\n{why}"
+    )
     return Point(
         x_bytes=one.fit.needed_bytes, y_seconds=one.time.total_seconds, tip=tip, fits=one.fit.fits, is_best=is_best
     )
 
 
-def _assumptions(plans: Plans) -> Section:
-    """What the figures rest on, with where it comes from."""
-    job = plans.request.job
-    device = job.cluster.device
-    software = software_of(job.software) if isinstance(job.software, str) else job.software
-    rows = [("model", job.model.name, job.model.source)]
-    rows += [(f"peak {dtype}", f"{rate / 1e12:,.1f} TFLOP/s", device.source) for dtype, rate in device.flops.items()]
+def device_rows(cluster: Cluster) -> list[tuple[str, str, str]]:
+    """(what, value, source) of its device's figures."""
+    device = cluster.device
+    rows = [(f"peak {dtype}", f"{rate / 1e12:,.1f} TFLOP/s", device.source) for dtype, rate in device.flops.items()]
     figures = (
         ("memory of a device", format_bytes(device.memory_bytes)),
         ("rate of its memory", f"{device.memory_bytes_per_second / 1e9:,.0f} GB/s"),
         ("links to peers", f"{device.scale_up_bytes_per_second / 1e9:,.0f} GB/s ({device.scale_up or 'host'})"),
         ("network of a device", f"{device.nic_bytes_per_second / 1e9:,.1f} GB/s"),
     )
-    rows += [(name, value, f"{device.source}, {device.date}") for name, value in figures]
+    return rows + [(name, value, f"{device.source}, {device.date}") for name, value in figures]
+
+
+def _assumptions(plans: Plans) -> Section:
+    """What the figures rest on, with where it comes from."""
+    job = plans.request.job
+    software = software_of(job.software) if isinstance(job.software, str) else job.software
+    rows = [("model", job.model.name, job.model.source), *device_rows(job.cluster)]
     for name in sorted(field.name for field in fields(software) if field.name not in {"name", "sources"}):
         constant = software.sources.get(name)
         source = f"{constant.source}, {constant.date}" if constant else "default of hybrid/planner/software.py"

@@ -43,7 +43,7 @@ def read_yaml(text: str) -> Any:
 def read_text(path: Path) -> Any:
     kind = _kind(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # as some editors write it
     except OSError as error:
         raise StrategyError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

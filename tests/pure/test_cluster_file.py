@@ -148,6 +148,14 @@ def test_a_graph_in_two_pieces_is_refused() -> None:
         parse_cluster(content)
 
 
+def test_devices_that_meet_at_a_third_one_only_are_refused() -> None:
+    """Whichever of them comes first: rings of two have no way there, which is no matter for a traceback later."""
+    for devices in (["a", "b", "c"], ["b", "a", "c"]):
+        links = [{"between": ["a", other], "speed": "100 GB/s"} for other in "bc"]
+        with pytest.raises(PlanError, match=r"b and c are of one domain, and no link or switch joins them"):
+            parse_cluster({"graph": {"kind": "A100-80GB", "devices": devices, "links": links}})
+
+
 def test_a_device_of_no_other_domain_helps() -> None:
     """Joined, but only through a device that it shares no domain with: no library would take that way."""
     links = [{"between": ends, "speed": "50 GB/s"} for ends in (["a", "s"], ["b", "s"], ["b", "c"])]

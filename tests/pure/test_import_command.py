@@ -75,6 +75,26 @@ def test_json_holds_everything(file: Path) -> None:
     assert told["script"]
 
 
+def test_odd_files_and_numbers_are_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
+    """A mark that editors put first, worlds that nobody has, widths without end: no traceback, no wait."""
+    marked = tmp_path / "größe mit blank.json"
+    marked.write_text(
+        json.dumps({**CONFIG, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}), "utf-8-sig"
+    )
+    result = invoke(marked, *MICRO, "--set", "hidden_size=1024")
+    assert result.exit_code == 0, result.output
+    for options, words in (
+        (("--set", "hidden_size=inf"), "expected a whole number of at least 1, got inf"),
+        (("--set", "hidden_size=1e300"), "expected a whole number of at most"),
+        (("--set", "hidden_size=64", "--world-size", 10**12), "processes: more than 4194304 are not worked out"),
+    ):
+        result = invoke(marked, *MICRO, *options)
+        assert result.exit_code == 2
+        assert words in result.stderr
+    marked.write_text(json.dumps({"zero_optimization": ["x" * 10**6]}), "utf-8")
+    assert len(invoke(marked).stderr) < 3000
+
+
 def test_problems_are_listed(file: Path) -> None:
     """Exit code 2 and every problem, on stderr or as JSON."""
     result = invoke(file, "--set", "gradient_clipping=2", "--set", "nonsense")

@@ -38,6 +38,13 @@ def test_a_moment_counts_once_to_the_innermost_kind() -> None:
     assert clock.of_kind(RangeKind.PLAIN) == 1
     assert clock.of_kind(RangeKind.BACKWARD) == 2 + 4 + 16
     assert clock.communication() == {("dp_shard", "reduce_scatter"): (8.0,)}
+    told = [(kind, start - 100.0, end - 100.0) for (kind, _, _), start, end in clock.stretches]
+    assert told == [
+        (RangeKind.PLAIN, 0, 1),
+        (RangeKind.BACKWARD, 1, 7),  # the range without a kind is no border
+        (RangeKind.COMMUNICATION, 7, 15),
+        (RangeKind.BACKWARD, 15, 31),
+    ]
     assert clock.step_seconds == [31]
     assert clock.blocked == {"dp_shard": [(107.0, 115.0)]}
 

@@ -74,9 +74,22 @@ def test_a_plan_is_shown_with_all_its_parts(plans: Plans) -> None:
     chosen = plans.best.candidate
     assert len(actions) == 2 * chosen.pp * chosen.virtual_stages * chosen.num_micro_batches
     assert sum(tip.startswith("rank ") for tip in read.tips) == 16
-    assert sum(" mb" in tip for tip in read.tips) == len(plans.result.found) + len(plans.result.too_large)
+    told = {tip.split("\n")[0]: tip.split("\n")[-1] for tip in read.tips if " mb" in tip}
+    assert len(told) > len(plans.result.found)
+    for one in plans.result.found:
+        assert re.fullmatch(r"the best|fits, and is [\d.]+% slower than the best", told[one.candidate.label])
+    assert list(told.values()).count("the best") == 1
     for rejection in plans.result.rejections:
         assert f"{rejection.count:,}" in text
+
+
+def test_the_map_of_thousands_of_ranks_is_whole() -> None:
+    """A map that ends with the first pipeline stages would say nothing of the others: nodes are squares then."""
+    plans = hybrid.plan("llama3-70b", "256x8xH100", global_batch_size=512, seq=2048, fixed="pp=4,tp=8", num_plans=1)
+    tips = [tip for tip in Reader(plan_page(plans)).tips if tip.startswith("ranks ")]
+    assert len(tips) == 256
+    assert tips[-1].startswith("ranks 2040 to 2047: node255/gpu0 to node255/gpu7\npp 3, ")
+    assert "tp 0 to 7" in tips[-1]
 
 
 def test_what_a_user_named_cannot_break_the_page() -> None:

@@ -13,6 +13,7 @@ from hybrid.cli import profile as command
 from hybrid.cli.app import app
 from hybrid.launch.job import LaunchJob
 from hybrid.launch.run import RunOutcome
+from hybrid.profile.timeline import read_timelines
 from tests.runnable.command import hybrid
 
 SCRIPT = """
@@ -34,7 +35,7 @@ for step in range(1000):
 def test_a_script_is_traced_and_ends_with_the_last_step(tmp_path: Path) -> None:
     """Protects who profiles a long training: some steps of it, the script's own arguments, files where they belong."""
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    done = hybrid("profile", "--steps", "2", "--warmup", "1", "train.py", "--lr", cwd=tmp_path)
+    done = hybrid("profile", "--steps", "2", "--warmup", "1", "--html", "p.html", "train.py", "--lr", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for words in ("argument --lr step 1", "2 steps of 1 rank", "backward", "tokens/s", "no peak is known"):
         assert words in done.stdout, done.stdout
@@ -45,6 +46,11 @@ def test_a_script_is_traced_and_ends_with_the_last_step(tmp_path: Path) -> None:
     for rank in facts["ranks"]:
         events = json.loads(Path(rank["trace_file"]).read_text())["traceEvents"]
         assert any(event.get("name") == "optimizer step" for event in events)
+    (timeline,) = read_timelines(tmp_path / "hybrid_profile" / "timeline.json")
+    covered = sum(end - start for start, end, *_ in timeline.stretches)
+    assert covered == pytest.approx(timeline.stretches[-1].end_seconds, rel=1e-3)
+    assert {"forward", "backward", "optimizer"} <= {stretch.part for stretch in timeline.stretches}
+    assert 'id="timeline"' in (tmp_path / "p.html").read_text()
 
 
 def test_a_script_that_trains_too_little_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +70,5 @@ def test_a_script_that_trains_too_little_is_told_so(tmp_path: Path, monkeypatch:
     assert done.exit_code == 1
     assert "before 8 calls of model.train_batch" in done.output
     assert not stale.exists()
+    done = CliRunner().invoke(app, ["profile", "--html", str(tmp_path / "none" / "p.html"), str(script)])
+    assert "there is no folder" in str(done.exception)  # before anything runs

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
+import hybrid
 from hybrid.errors import ModelError
 from hybrid.sharding.units import Unit, plan_buckets, plan_units
 
@@ -217,3 +218,9 @@ def test_small_units_share_a_bucket_and_large_ones_are_cut() -> None:
     large = plan_buckets([(("a", 40), ("b", 40), ("c", 20)), (("d", 1000), ("e", 1))], bucket_bytes=64)
     assert large == (("a",), ("b", "c"), ("d",), ("e",))
     assert plan_buckets([], bucket_bytes=64) == ()
+
+
+def test_the_layers_of_a_pipeline_layer_are_units_without_a_pipeline_too() -> None:
+    """As one unit, stage 3 would gather the whole model at once, and recompute would find nothing to run again."""
+    model = hybrid.PipelineLayer([hybrid.LayerDesc(Block) for _ in range(3)]).build()
+    assert names(plan_units(model)) == ["0", "1", "2"]

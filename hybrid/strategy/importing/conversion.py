@@ -14,11 +14,13 @@ from hybrid.strategy.importing.given import merged
 from hybrid.strategy.importing.key_table import key_table
 from hybrid.strategy.importing.notes import ImportNotes
 from hybrid.strategy.importing.source import Source, read_source
+from hybrid.strategy.importing.walk import count
 from hybrid.strategy.strategy import DistributedStrategy
-from hybrid.strategy.values import whole
 
 __all__ = ["import_config"]
 
+_MOST_LETTERS = 2000  # of a problem
+_MOST_PROCESSES = 2**22  # every one of them is looked at
 _NAMES = {
     "deepspeed": "a DeepSpeed configuration",
     "accelerate": "an Accelerate configuration",
@@ -73,7 +75,7 @@ def import_config(
 
 def _world_size(world_size: int | None) -> int | None:
     try:
-        return None if world_size is None else whole(1)(world_size)
+        return None if world_size is None else count(world_size, minimum=1)
     except ValueError as error:
         raise StrategyError(f"world_size = {world_size!r}: {error}") from None
 
@@ -93,6 +95,9 @@ def _with_given(read: Source, given: Mapping[str, Any], draft: Draft) -> dict[st
 
 def _strategy(draft: Draft) -> DistributedStrategy:
     """The finished strategy; StrategyError with the problems of the file and those of the result."""
+    if draft.world_size is not None and draft.world_size > _MOST_PROCESSES:
+        draft.problems.append(f"{draft.world_size} processes: more than {_MOST_PROCESSES} are not worked out")
+        draft.world_size = None
     for note in draft.keys:
         if note.path in draft.added and note.kind == "harmless":
             draft.problems.append(
@@ -105,8 +110,13 @@ def _strategy(draft: Draft) -> DistributedStrategy:
         found = [*draft.problems, *map(draft.with_origins, error.problems)]
     if found:
         where = f"{draft.source}: " if draft.source else ""
-        raise StrategyError([f"{where}{problem}" for problem in dict.fromkeys(found)])
+        raise StrategyError([_shortened(f"{where}{problem}") for problem in dict.fromkeys(found)])
     return strategy
+
+
+def _shortened(problem: str) -> str:
+    """A value of pages would hide the rest: its beginning, and what is said about it at the end."""
+    return problem if len(problem) <= _MOST_LETTERS else f"{problem[: _MOST_LETTERS // 2]} … {problem[-400:]}"
 
 
 def _worked_out(strategy: DistributedStrategy, world_size: int | None) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid.errors import StrategyError
 from hybrid.strategy.importing.key_table import KeyTable
-from hybrid.strategy.importing.walk import is_auto
+from hybrid.strategy.importing.walk import count, is_auto
 from hybrid.units import parse_number
 
 __all__ = ["merged", "parse_given"]
@@ -101,11 +101,11 @@ def _places(
 
 def _by_hidden_size(value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that the Trainer takes from the model's width, where they are open."""
-    width = parse_number(str(value))
+    width = count(value, minimum=1)
     sizes = {
-        "zero_optimization.reduce_bucket_size": int(width * width),
+        "zero_optimization.reduce_bucket_size": width * width,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width * width),
-        "zero_optimization.stage3_param_persistence_threshold": int(10 * width),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * width,
     }
     chosen = {path: size for path, size in sizes.items() if is_auto(_lookup(config, path))}
     if not chosen:

@@ -10,9 +10,10 @@ from hybrid.strategy.importing.key_table import KeyRow, KeyTable
 from hybrid.strategy.values import closest, read_boolean, whole
 from hybrid.units import parse_number
 
-__all__ = ["AUTO", "is_auto", "leaves", "open_auto", "read_keys"]
+__all__ = ["AUTO", "count", "is_auto", "leaves", "open_auto", "read_keys"]
 
 AUTO = "auto"
+_MOST = 2**53  # of a count: no file means more, and products of such numbers stay numbers
 
 
 def is_auto(value: object) -> bool:
@@ -125,13 +126,13 @@ def read_value(kind: str, value: Any) -> Any:
     if kind == "bool":
         return read_boolean(value)
     if kind == "count":
-        return whole(1)(value)
+        return count(value, minimum=1)
     if kind == "whole":
-        return whole(0)(value)
+        return count(value)
     if kind == "stage":
         return whole(0, 3)(value)
     if kind == "integer":
-        return whole(-(2**62))(value)
+        return count(value, minimum=-_MOST)
     if kind == "number":
         return _number(value)
     if kind == "text":
@@ -141,6 +142,14 @@ def read_value(kind: str, value: Any) -> Any:
     if kind == "dict":
         return _of_type(value, Mapping, "a section")
     return _word(kind.split("|"), value)
+
+
+def count(value: Any, *, minimum: int = 0) -> int:
+    """A whole number that somebody can mean; ValueError otherwise."""
+    number = whole(minimum)(value)
+    if number > _MOST:
+        raise ValueError(f"expected a whole number of at most {_MOST}, got {number:.3g}")
+    return number
 
 
 def _number(value: Any) -> float | int:
