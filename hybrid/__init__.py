@@ -34,10 +34,12 @@ _HOMES = {
     "StrategyError": "hybrid.errors",
     "TensorBoardLogger": "hybrid.profile.loggers",
     "async_save_checkpoint": "hybrid.compose.checkpoint_save",
+    "calibrate": "hybrid.calibration.calibrate",
     "distributed_model": "hybrid.compose.model",
     "distributed_optimizer": "hybrid.compose.optimizer",
     "distributed_scaler": "hybrid.compose.scaler",
     "evaluate": "hybrid.compose.evaluation",
+    "dryrun": "hybrid.dry.run",
     "even_batches": "hybrid.compose.even_batches",
     "export_weights": "hybrid.compose.weights_export",
     "full_gradient": "hybrid.compose.access",
@@ -50,6 +52,7 @@ _HOMES = {
     "load_checkpoint": "hybrid.compose.checkpoint_load",
     "load_weights": "hybrid.compose.weights_load",
     "loader_generator": "hybrid.data.seeds",
+    "measure_plans": "hybrid.calibration.measure_plans",
     "plan": "hybrid.planner.plan",
     "reduce_metrics": "hybrid.compose.evaluation",
     "resume_directory": "hybrid.launch.variables",
@@ -66,6 +69,8 @@ __all__ = [*sorted(_HOMES), *_MODULES, "__version__"]  # noqa: PLE0604 (the name
 
 if TYPE_CHECKING:
     import hybrid.tensor as tensor  # noqa: F401 (for type checkers: the lazy name)
+    from hybrid.calibration.calibrate import calibrate as calibrate
+    from hybrid.calibration.measure_plans import measure_plans as measure_plans
     from hybrid.collectives.trace import trace as trace
     from hybrid.compose.access import full_gradient as full_gradient
     from hybrid.compose.access import full_parameter as full_parameter
@@ -90,6 +95,7 @@ if TYPE_CHECKING:
     from hybrid.data.iterable import DistributedIterable as DistributedIterable
     from hybrid.data.sampler import DistributedBatchSampler as DistributedBatchSampler
     from hybrid.data.seeds import loader_generator as loader_generator
+    from hybrid.dry.run import dryrun as dryrun
     from hybrid.errors import BatchError as BatchError
     from hybrid.errors import CheckpointError as CheckpointError
     from hybrid.errors import CollectiveError as CollectiveError

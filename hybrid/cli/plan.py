@@ -14,17 +14,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hybrid.cli.plan_trials import run_trials
 from hybrid.errors import PlanError
 from hybrid.planner.constraints import shape_problems
 from hybrid.planner.job import Candidate
 from hybrid.planner.plan import Plans, plan_request
 from hybrid.planner.request import Request, read_fixed
-from hybrid.planner.request_reading import OPTIMIZERS, PRECISIONS, contradictions, make_request
+from hybrid.planner.request_reading import OPTIMIZERS, PRECISIONS, contradictions, make_request, with_trials
 from hybrid.planner.search import why
+from hybrid.planner.trials import Trial, read_trials
 from hybrid.report.launch_files import write_launch_files
-from hybrid.report.page import write_page
+from hybrid.report.page import check_page_path, write_page
 from hybrid.report.plan_page import plan_page
 from hybrid.report.plan_table import advice_lines, best_in_full, ranking, rejections
+from hybrid.report.trial_table import trial_table
 from hybrid.units import parse_bytes
 
 __all__ = ["plan"]
@@ -107,6 +110,21 @@ def plan(
         Path | None,
         typer.Option("--report", metavar="FILE", help="Write a page to look at: pictures, reasons, assumptions."),
     ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(
+            "--measure",
+            metavar="N",
+            help="Then run the N layouts worth measuring first, on this machine: the cluster file must be its own "
+            "(hybrid calibrate). Kept beside that file, and used from then on.",
+        ),
+    ] = None,
+    measurements: Annotated[
+        bool,
+        typer.Option(
+            "--measurements/--no-measurements", help="Correct the plan by layouts of this model measured earlier."
+        ),
+    ] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Find the layout that trains a model fastest on a cluster and fits: degrees, ZeRO stage, micro-batch, recompute.
@@ -122,6 +140,7 @@ def plan(
       hybrid plan --model gpt3-13b --cluster 4x8xV100-32GB --network 4x100G --global-batch 512 --fix tp=8
       hybrid plan --model llama3-70b --cluster 16x8xH100 --global-batch 1024 --why tp=16,pp=2
       hybrid plan --model my_package.model:build --cluster local --global-batch 32 --precision fp32
+      hybrid plan --model my_package.model:build --cluster here.yaml --global-batch 32 --precision fp32 --measure 3
     """
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -145,17 +164,28 @@ def plan(
             risk=risk,
             memory_bytes=None if memory is None else _bytes(memory),
             num_plans=best,
+            use_measurements=measurements,
         )
+        if measure is not None:
+            _check_measure(request, model, measure, why_not=why_not, measurements=measurements)
         for option, given in (("--out", out), ("--report", report)):
             if why_not and given is not None:
                 raise PlanError(
                     f"--why tells about layouts and makes no plan that {option} could write: leave one of them out"
                 )
+        check_page_path(report, option="--report")
+        if out is not None and report is not None and out.resolve() == report.resolve():
+            raise PlanError(f"--out and --report both name {out}: give the page a name of its own")
         if why_not:
             _print_why(request, why_not, console, json_output=json_output)
             return
         with _progress(json_output) as progress:
             plans = plan_request(request, progress=progress)
+        trials: tuple[Trial, ...] = ()
+        if measure is not None:
+            trials = run_trials(plans, measure, model=model, is_quiet=json_output)
+            with _progress(json_output) as progress:
+                plans = plan_request(with_trials(request, read_trials(request.job.cluster.path)), progress=progress)
         if out is not None:
             _save(plans, out)
         if report is not None:
@@ -164,8 +194,12 @@ def plan(
         _print_problems(error, json_output=json_output)
         raise typer.Exit(2) from None
     if json_output:
-        typer.echo(json.dumps(plans.to_dict(), indent=2, ensure_ascii=False))
+        measured = {"measured": [one.model_dump(mode="json") for one in trials]} if trials else {}
+        typer.echo(json.dumps({**plans.to_dict(), **measured}, indent=2, ensure_ascii=False))
         return
+    if trials:
+        console.print(trial_table(trials))
+        console.print()
     if report is not None:
         console.print(f"page: {report}")
     console.print(ranking(plans, width=console.width))
@@ -184,6 +218,22 @@ def plan(
     )
     if out is not None:
         console.print(f"strategy of the best: {out}" if _is_file(out) else f"to start the best: {out}/launch.sh")
+
+
+def _check_measure(request: Request, model: str, number: int, *, why_not: str, measurements: bool) -> None:
+    """Before anything is searched; a PlanError with all that is wrong."""
+    from hybrid.calibration.measure_plans import check_measurable
+
+    problems = [f"--measure {number}: expected 1 or more"] if number < 1 else []
+    if why_not:
+        problems.append("--measure runs the best layouts, and --why looks at others: leave one of them out")
+    if not measurements:
+        problems.append(
+            "--measure corrects the plan by what it finds, and --no-measurements says not to: leave one out"
+        )
+    if problems:
+        raise PlanError(problems)
+    check_measurable(request, model)
 
 
 def _request(*, model: str, cluster: str, **options: Any) -> Request:

@@ -27,7 +27,8 @@ from hybrid.contracts.cluster_links import GroupLinks
 from hybrid.contracts.cluster_regular import RegularLinks
 from hybrid.contracts.cluster_shape import Shape
 from hybrid.contracts.cluster_text import Description, Options, described
-from hybrid.contracts.device_kind import DeviceKind, device_kind
+from hybrid.contracts.device_kind import DeviceKind, MeasuredDevice, device_kind
+from hybrid.contracts.measurements import Measurements
 from hybrid.errors import PlanError
 
 __all__ = ["Cluster", "DeviceKind", "GroupLinks", "device_kind", "parse_cluster"]
@@ -48,6 +49,8 @@ class Cluster:
         given: the graph, where there is no such description, or single links differ from it.
         notes: what a reader of the figures should know.
         refusal: why nothing can be planned on it; None where it can.
+        measured: what `hybrid calibrate` found on it.
+        path: of the file that it was read from.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Cluster:
     given: nx.Graph | None = None
     notes: tuple[str, ...] = ()
     refusal: str | None = None
+    measured: Measurements | None = None
+    path: Path | None = None
 
     def __repr__(self) -> str:
         return f"Cluster({self.name!r}: {self.num_devices} × {self.device.name} in {self.num_domains} domains)"
@@ -218,10 +223,19 @@ def parse_cluster(
         description = read_cluster_file(source, options)
     else:
         description = described(str(source), options)
-    cluster = _cluster_of(description)
+    cluster = _with_measurements(_cluster_of(description), description.measured)
+    if is_file:
+        cluster = replace(cluster, path=Path(str(source)))
     if cluster.refusal is not None and not describe:
         raise PlanError(cluster.refusal)
     return cluster
+
+
+def _with_measurements(cluster: Cluster, measured: Measurements | None) -> Cluster:
+    if measured is None:
+        return cluster
+    device = replace(cluster.device, measured=MeasuredDevice(base=cluster.device, points=measured))
+    return replace(cluster, measured=measured, device=device)
 
 
 def _cluster_of(description: Description) -> Cluster:

@@ -21,6 +21,7 @@ from hybrid.contracts.cluster_text import (
     refusal_of,
 )
 from hybrid.contracts.device_kind import DeviceKind, device_kind, kind_like, link_figure
+from hybrid.contracts.measurements import Measurements
 from hybrid.errors import PlanError
 
 __all__ = ["read_cluster_file", "read_seconds", "read_speed"]
@@ -78,6 +79,7 @@ class _File(_Model):
     domain: Positive | None = None
     kinds: dict[str, dict[str, str | float | int | bool]] = {}
     links: list[_Link] = []
+    measured: Measurements | None = None
 
 
 def read_cluster_file(source: str | Path | Mapping[str, Any], options: Options) -> Description:
@@ -99,7 +101,7 @@ def read_cluster_file(source: str | Path | Mapping[str, Any], options: Options) 
     name = file.name or (Path(source).stem if not isinstance(source, Mapping) else file.cluster or "cluster")
     kinds = {key: _own_kind(key, figures, where) for key, figures in file.kinds.items()}
     try:
-        return _description(file, name, kinds, _merged(file, options))
+        return _measured(_description(file, name, kinds, _merged(file, options)), file.measured)
     except PlanError as error:
         raise PlanError([f"{where}: {problem}" for problem in error.problems]) from None
 
@@ -153,6 +155,30 @@ def _merged(file: _File, options: Options) -> Options:
     if problems:
         raise PlanError(problems)
     return Options(**merged)
+
+
+def _measured(found: Description, measured: Measurements | None) -> Description:
+    """With what was measured; a PlanError where it cannot belong to these devices."""
+    if measured is None or found.refusal is not None:
+        return found
+    machine = measured.machine
+    ranks = len(machine.hosts) * machine.ranks_per_host
+    sizes = found.shape.device_names if found.shape is not None else ()
+    if len(sizes) != ranks:
+        have = f"the cluster has {len(sizes)}" if sizes else "a graph says nothing of hosts"
+        raise PlanError(
+            f"measured: it was taken on {len(machine.hosts)} host(s) of {machine.ranks_per_host} ranks, and {have}; "
+            f"run hybrid calibrate --ranks for this number, or take measured out"
+        )
+    for curve in measured.collectives:
+        if ranks % (curve.size * curve.stride):
+            raise PlanError(
+                f"measured.collectives: groups of {curve.size}, {curve.stride} apart, do not fit into {ranks} ranks"
+            )
+    each = f"{machine.ranks_per_host} ranks on {machine.cores} core(s)" if machine.accelerator is None else ""
+    note = f"measured {measured.date} by {measured.source}, torch {measured.torch}"
+    note += (f"; {each} per host" if each else "") + f"; spread {measured.spread:.0%}"
+    return replace(found, measured=measured, notes=(*found.notes, note))
 
 
 def _description(file: _File, name: str, kinds: Mapping[str, DeviceKind], options: Options) -> Description:

@@ -12,6 +12,7 @@ import networkx as nx
 
 from hybrid.contracts.cluster_shape import Fabric, NodePart, Shape
 from hybrid.contracts.device_kind import DeviceKind, device_kind, link_figure
+from hybrid.contracts.measurements import Measurements
 from hybrid.errors import PlanError
 
 __all__ = ["Description", "Options", "described", "description_of", "node_part", "read_network", "refusal_of"]
@@ -41,6 +42,7 @@ class Description:
         graph: given, or a shape's with single links changed; None: the shape's own.
         notes: for whoever reads figures of it.
         refusal: why nothing can be planned on it.
+        measured: what was measured on it.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Description:
     graph: nx.Graph | None = None
     notes: tuple[str, ...] = ()
     refusal: str | None = None
+    measured: Measurements | None = None
 
 
 def described(text: str, options: Options, kinds: Mapping[str, DeviceKind] | None = None) -> Description:

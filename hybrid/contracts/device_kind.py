@@ -15,9 +15,10 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Literal
 
+from hybrid.contracts.measurements import Measurements
 from hybrid.errors import PlanError
 
-__all__ = ["DeviceKind", "Topology", "device_kind", "device_kinds", "kind_like", "link_figure"]
+__all__ = ["DeviceKind", "MeasuredDevice", "Topology", "device_kind", "device_kinds", "kind_like", "link_figure"]
 
 Topology = Literal["switch", "mesh", "hybrid_mesh", "bridge", "none"]
 """How devices of one node meet: all on one switch; a link per pair; NVLink cube of 8 V100; bridged pairs; host only."""
@@ -47,6 +48,7 @@ class DeviceKind:
         matmul_fraction: best measured bf16 product as a fraction of `flops["bf16"]`; None where nobody measured.
         source: of the figures; with `date` of the look-up.
         notes: what the figures leave out.
+        measured: how products, attention and pointwise work run on it, where `hybrid calibrate` measured that.
     """
 
     name: str
@@ -69,6 +71,7 @@ class DeviceKind:
     source: str = ""
     date: str = ""
     notes: str = ""
+    measured: MeasuredDevice | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
@@ -86,6 +89,14 @@ class DeviceKind:
         if dtype not in self.flops:
             raise PlanError(f"{self.name} has no {dtype} rate; it computes in {', '.join(self.flops)}")
         return self.flops[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredDevice:
+    """`base`: the figures of the device that was measured, to which the points belong whatever becomes of its own."""
+
+    base: DeviceKind
+    points: Measurements
 
 
 def _restored(values: dict[str, object]) -> DeviceKind:

@@ -170,6 +170,7 @@ class Plans(Sequence[Plan]):
             "cluster": {"name": job.cluster.name, "num_devices": job.cluster.num_devices},
             "global_batch_size": job.global_batch_size,
             "seq": job.seq,
+            "correction": None if self.request.correction is None else self.request.correction.to_dict(),
             "plans": [one.to_dict() for one in self.plans],
             "advice": self.advice.to_dict(),
             "rejected": [
@@ -203,6 +204,7 @@ def plan(
     risk: float = 0.05,
     memory_bytes: float | None = None,
     num_plans: int = 10,
+    use_measurements: bool = True,
     progress: Progress | None = None,
 ) -> Plans:
     """The layouts of a model on a cluster that train fastest and fit.
@@ -226,6 +228,7 @@ def plan(
         risk: highest accepted chance of running out of memory.
         memory_bytes: of a device, if not all of it may be used.
         num_plans: how many to return.
+        use_measurements: False leaves out of account what `hybrid.measure_plans` found on a calibrated cluster.
         progress: called with (bases looked at, all bases).
 
     Raises:
@@ -251,6 +254,7 @@ def plan(
         risk=risk,
         memory_bytes=memory_bytes,
         num_plans=num_plans,
+        use_measurements=use_measurements,
     )
     return plan_request(request, progress=progress)
 

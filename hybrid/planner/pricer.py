@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hybrid.contracts.schedule import make_schedule
 from hybrid.contracts.schedule_timing import Timeline, time_schedule
 from hybrid.planner.axis_links import axis_links
-from hybrid.planner.collectives import collective_seconds, fabric_of
+from hybrid.planner.collectives import collective_seconds, measured_fabric
 from hybrid.planner.data_parallel import ChunkState, StateLinks, StateSeconds, chunk_state, state_seconds
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.model_spec import UnitSpec
@@ -54,7 +54,7 @@ class Pricer:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.software = software_of(job.software) if isinstance(job.software, str) else job.software
-        self._fabric = fabric_of(job.cluster.device.name)
+        self._fabric = measured_fabric(job.cluster, self.software)
         self._links = axis_links(job.cluster)
         looks: dict[object, int] = {}
         self._look = {id(unit): looks.setdefault(unit.look, len(looks)) for unit in job.model.units}

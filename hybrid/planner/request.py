@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid.errors import PlanError
+from hybrid.planner.correction import Correction
 from hybrid.planner.job import Job
 from hybrid.planner.nearest import nearest
 
@@ -69,6 +70,7 @@ class Request:
     risk: highest chance of running out of memory that a plan may have.
     memory_bytes: of a device; None for all that it has.
     num_plans: how many to rank.
+    correction: what measured layouts of this model on this machine have made of the job's constants.
     """
 
     job: Job
@@ -77,6 +79,7 @@ class Request:
     risk: float = 0.05
     memory_bytes: float | None = None
     num_plans: int = 10
+    correction: Correction | None = None
 
     @property
     def limit_bytes(self) -> float:

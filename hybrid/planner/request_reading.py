@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 from hybrid.contracts.cluster import Cluster, parse_cluster
 from hybrid.errors import PlanError
+from hybrid.planner.correction import corrected_job, correction_of
 from hybrid.planner.describe_model import spec_of
 from hybrid.planner.job import Job, OptimizerSpec, Precision
+from hybrid.planner.measured import measured_software
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.software import Software, software_of
 from hybrid.planner.stages import num_layers
+from hybrid.planner.trials import Trial, read_trials
 from hybrid.strategy.live_model import is_chain, is_module
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "contradictions", "make_request"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "contradictions", "make_request", "with_trials"]
 
 _MOST = 10**9  # samples or tokens: what is above it is a slip, and would be divided for hours
 
@@ -58,6 +62,7 @@ def make_request(
     risk: float = 0.05,
     memory_bytes: float | None = None,
     num_plans: int = 10,
+    use_measurements: bool = True,
 ) -> Request:
     """Read every part of what `plan` is asked.
 
@@ -87,6 +92,8 @@ def make_request(
     read("fixed", lambda: read_fixed(fixed))
     read("optimizer", lambda: _named("optimizer", optimizer, OPTIMIZERS, OptimizerSpec))
     read("software", lambda: software_of(software) if isinstance(software, str) else software)
+    if use_measurements and "cluster" in made and made["cluster"].measured is not None:
+        read("trials", lambda: read_trials(made["cluster"].path))
     problems += _number_problems(
         global_batch_size=global_batch_size, seq=seq, risk=risk, memory_bytes=memory_bytes, num_plans=num_plans
     )
@@ -106,7 +113,8 @@ def make_request(
         precision=made["precision"],
         optimizer=made["optimizer"],
         is_flash=flash_attention,
-        software=software or ("hybrid-gloo" if made["cluster"].device.name == "cpu" else "hybrid"),
+        software=software or _software(made["cluster"]),
+        context_bytes=made["cluster"].measured.context_bytes if made["cluster"].measured is not None else None,
     )
     request = Request(
         job=job,
@@ -119,7 +127,22 @@ def make_request(
     wrong = contradictions(request)
     if wrong:
         raise PlanError(wrong)
-    return request
+    return with_trials(request, made.get("trials", ()))
+
+
+def with_trials(request: Request, trials: Sequence[Trial]) -> Request:
+    """Corrected by the layouts that were run, instead of by those before."""
+    job = request.job if request.correction is None else request.correction.plain_job
+    correction = correction_of(job, trials)
+    return replace(request, job=job if correction is None else corrected_job(job, correction), correction=correction)
+
+
+def _software(cluster: Cluster) -> str | Software:
+    """This library's, on gloo where the devices are processors, with what was measured on the cluster."""
+    name = "hybrid-gloo" if cluster.device.name.startswith("cpu") else "hybrid"
+    if cluster.measured is None:
+        return name
+    return measured_software(software_of(name), cluster.measured, cluster.device)
 
 
 def _changes(model: Any, activation_bytes: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Software:
         kernel_fraction: of the kernels that are left after fusion or captured graphs.
         launch_seconds: host time per kernel of a forward.
         backward_launch_factor: host time of a backward, in forwards.
+        is_launch_ahead: 1 where the host launches while the device computes, 0 where each does so in turn (processors).
         micro_batch_seconds: host time per micro-batch and pipeline chunk beside the kernels.
         step_seconds: per optimizer step: reading data, synchronising, logging.
         backward_traffic: pointwise traffic of a backward, in forwards.
@@ -88,6 +89,7 @@ class Software:
     kernel_fraction: float = 1.0
     launch_seconds: float = 6e-6
     backward_launch_factor: float = 2.0
+    is_launch_ahead: float = 1.0
     micro_batch_seconds: float = 0.0
     step_seconds: float = 5e-3
     backward_traffic: float = 1.5

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from hybrid.contracts.cluster import DeviceKind, GroupLinks
 from hybrid.planner.collectives import Collective, Fabric, collective_seconds
 from hybrid.planner.matmul import attention_seconds, matmul_seconds
+from hybrid.planner.measured import pointwise_rate
 from hybrid.planner.model_spec import AttentionSpec, MatmulSpec, Recompute, UnitSpec
 from hybrid.planner.software import Software
+from hybrid.planner.tensor_traffic import tensor_messages
 
 __all__ = ["PhaseSeconds", "UnitSeconds", "UnitSetting", "unit_time"]
 
@@ -129,7 +131,7 @@ def _phase(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> PhaseS
         compute=compute,
         attention=attention,
         elementwise=elementwise,
-        host=max(0.0, launches - device),
+        host=max(0.0, launches - device * software.is_launch_ahead),
         tp=tp,
         cp=cp,
         ep=ep,
@@ -204,7 +206,7 @@ def _elementwise(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> 
     traffic = setting.whole_tokens * unit.traffic_whole + setting.tokens * unit.traffic_cut / setting.tp
     traffic *= software.traffic_fraction * setting.activation / 2
     traffic *= software.backward_traffic if is_backward else 1.0
-    return traffic / (setting.device.memory_bytes_per_second * software.memory_fraction)
+    return traffic / (pointwise_rate(setting.device, traffic / max(1, unit.num_kernels)) * software.memory_fraction)
 
 
 # ---------------------------------------------------------------- communication inside a unit
@@ -215,28 +217,17 @@ def _collective(setting: UnitSetting, kind: Collective, num_bytes: float, links:
 
 
 def _tensor_parallel(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
-    if setting.tp == 1 or not unit.num_tp_reductions:
+    if setting.tp == 1:
         return 0.0
-    links = setting.tp_links
-    value = setting.tokens * setting.hidden * setting.activation
-    gather = _collective(setting, "all_gather", value, links)
-    scatter = _collective(setting, "reduce_scatter", value, links)
-    reduce = _collective(setting, "all_reduce", value, links)
-    # A cut embedding sums what it looked up, on the way out only; a cut head sums the gradient of its input, on the way
-    # back only, and forward the three figures per token of the loss.
-    if unit.kind == "embedding":
-        if setting.sequence_parallel:
-            return gather if is_backward else scatter
-        return 0.0 if is_backward else reduce
-    if unit.kind == "head":
-        loss = 0.0 if is_backward else 3 * _collective(setting, "all_reduce", setting.tokens * 4, links)
-        if setting.sequence_parallel:
-            return scatter if is_backward else gather + loss
-        return reduce if is_backward else loss
-    widths = unit.gathered_backward if is_backward else unit.gathered_forward
-    size = setting.tokens * setting.activation
-    gathered = sum(_collective(setting, "all_gather", size * width, links) for width in widths)
-    return unit.num_tp_reductions * (gather + scatter if setting.sequence_parallel else reduce) + gathered
+    messages = tensor_messages(
+        unit,
+        tokens=setting.tokens,
+        hidden=setting.hidden,
+        element_bytes=setting.activation,
+        sequence_parallel=setting.sequence_parallel,
+        is_backward=is_backward,
+    )
+    return sum(one.count * _collective(setting, one.kind, one.num_bytes, setting.tp_links) for one in messages)
 
 
 def _num_collectives(unit: UnitSpec, setting: UnitSetting) -> int:

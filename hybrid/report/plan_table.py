@@ -182,6 +182,10 @@ def advice_lines(plans: Plans) -> Iterator[str]:
             "hybrid.PipelineLayer needs no sample; --fix pp=1 for none"
         )
     yield f"measure first: {'; '.join(advice.measure_first)}"
+    if plans.request.job.cluster.measured is not None:
+        yield f"cluster: {plans.request.job.cluster.notes[-1]}"
+    if plans.request.correction is not None:
+        yield plans.request.correction.sentence
     yield from (f"model: {note}" for note in plans.request.job.model.notes)
 
 

@@ -7,12 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from hybrid.strategy import DistributedStrategy
-from tests.runnable.command import environment, hybrid, hybrid_here
+from tests.runnable.command import COMMAND, environment, hybrid, hybrid_here
 
 SMALL = ("plan", "--model", "llama2-7b", "--cluster", "1x8xA100-80GB", "--global-batch", "16", "--seq", "2048")
 
@@ -89,34 +90,105 @@ hybrid.shutdown()
 """
 
 
-def test_a_plan_starts_from_its_folder_and_only_where_it_was_planned(tmp_path: Path) -> None:
-    """What `--out DIR` writes is run: the script gets the strategy, and a rank that is elsewhere ends the job."""
-    wanted = ("plan", "--model", "gpt3-125m", "--cluster", "1x2xcpu", "--precision", "fp32", "--seq", "128")
-    done = hybrid_here(*wanted, "--global-batch", "8", "--fix", "zero_stage=2", "--out", "go", cwd=tmp_path)
+# What stands for Slurm, for two nodes on this host: each is a process with its number, and with a host name of its own.
+SLURM = {
+    "sbatch": """
+        copy="$(mktemp)"
+        cp "$1" "$copy"
+        shift
+        export SLURM_SUBMIT_DIR="$PWD" SLURM_JOB_NODELIST=localhost,127.0.0.1
+        exec bash "$copy" "$@"
+    """,
+    "scontrol": """[ "$1 $2" = "show hostnames" ] && tr , '\\n' <<< "$3" """,
+    "srun": """
+        [ "$1" = --kill-on-bad-exit=1 ] || exit 9
+        shift
+        for node in 0 1; do
+            SLURM_NODEID=$node NAME_OF_HOST=node-$node "$@" &
+        done
+        wait -n && wait -n
+    """,
+}
+HOST_NAME = (
+    "import os, socket\nname = os.environ.get('NAME_OF_HOST')\nif name:\n    socket.gethostname = lambda: name\n"
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """Variables under which Slurm's commands are these, and a free port is what the job's number gives."""
+    for name, text in SLURM.items():
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/usr/bin/env bash\n{textwrap.dedent(text)}")
+        file.chmod(0o755)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HOST_NAME)
+    given = environment()
+    folders = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]  # torchrun is in the second
+    port = next(filter(is_free, range(20_000 + os.getpid() % 10_000, 40_000)))
+    return given | {
+        "PATH": os.pathsep.join(folders),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), given["PYTHONPATH"]]),
+        "SLURM_JOB_ID": str(port - 20_000),
+        "MASTER_PORT": str(port),
+    }
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_plan_starts_from_its_folder(tmp_path: Path, cluster: dict[str, str]) -> None:
+    """What `--out DIR` writes is run: as a batch job on two nodes, from another folder, and the script gets the
+    strategy; the hosts that come up are compared with the plan's."""
+    write_plan(tmp_path)
+    job = start("sbatch", "go now/job.sbatch", "train.py", cwd=tmp_path, variables=cluster)
+    stdout, stderr = job.communicate(timeout=120)
+    assert job.returncode == 0, stderr
+    assert stdout.count("stage 2 2") == 2, stderr
+
+
+@pytest.mark.full
+def test_a_plan_starts_by_hand_on_two_machines(tmp_path: Path, cluster: dict[str, str]) -> None:
+    """As the head of launch.sh says, the second machine first; machines that have one name are told apart from ranks
+    that are where the plan does not have them."""
+    write_plan(tmp_path)
+    check = ("--no-python", *COMMAND, "verify-placement", "go now/ranks.csv")
+
+    def outcome(*names: str) -> list[tuple[int, str, str]]:
+        nodes = [
+            start(
+                *("bash", "go now/launch.sh", *check),
+                cwd=tmp_path,
+                variables=cluster | {"MASTER_ADDR": "localhost", "NODE_RANK": str(node), "NAME_OF_HOST": name},
+            )
+            for node, name in reversed(list(enumerate(names)))
+        ]
+        told = [node.communicate(timeout=120) for node in nodes]
+        return [(node.returncode, *texts) for node, texts in zip(nodes, told, strict=True)][::-1]
+
+    for node, (code, stdout, stderr) in enumerate(outcome("a.example.org", "b")):
+        assert code == 0, stderr
+        assert f"node{node}: host {'ab'[node]}" in stdout
+    for code, _, stderr in outcome("box", "box"):
+        assert code != 0
+        assert "rank 1 is on host box, where node0 of the plan came up" in stderr
+        assert "two machines have the name box" in stderr
+
+
+def write_plan(folder: Path) -> None:
+    """Of two nodes of one rank, in a folder with a blank; and the script."""
+    wanted = ("plan", "--model", "gpt3-125m", "--cluster", "2x1xcpu", "--precision", "fp32", "--seq", "128")
+    done = hybrid_here(*wanted, "--global-batch", "8", "--fix", "zero_stage=2", "--out", "go now", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "to start the best: go/launch.sh" in done.stdout
-    (tmp_path / "train.py").write_text(TRAIN)
+    assert "to start the best: go now/launch.sh" in done.stdout
+    (folder / "train.py").write_text(TRAIN)
 
-    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            variables = {"MASTER_PORT": str(server.getsockname()[1])}
-        variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # torchrun's
-        command = [str(tmp_path / "go" / "launch.sh"), *arguments]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment() | variables,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
 
-    trained = start("train.py")
-    assert trained.stdout.count("stage 2 2") == 2, trained.stderr
-    ranks = tmp_path / "go" / "ranks.csv"
-    ranks.write_text(ranks.read_text().replace("node0,gpu1,1", "node1,gpu0,0"))
-    refused = start("train.py")
-    assert refused.returncode != 0
-    assert "rank 1 is on host" in refused.stderr
-    assert "the plan has it on a node of its own, node1" in refused.stderr
+def start(*command: str, cwd: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=cwd, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    )
