@@ -13,6 +13,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 COMMANDS = {
     "demo": "python3 -m venv .venv && .venv/bin/pip install . && .venv/bin/hybrid demo",
+    "docs": "python3 -m venv .venv && .venv/bin/pip install -e '.[docs]' && .venv/bin/sphinx-build -W docs site",
     "test": "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest",
 }
 

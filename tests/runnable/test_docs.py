@@ -15,14 +15,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SECONDS_PER_BLOCK = 60
+from tests.runnable.command import hybrid_here
+from tests.runnable.pages import PAGES, ROOT, Fence, fences_of
 
-BLOCK = re.compile(
-    r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$",
-    flags=re.DOTALL | re.MULTILINE,
-)
+SECONDS_PER_BLOCK = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +35,14 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
+def reason_of(fence: Fence) -> str | None:
+    return "the page's commands run it (test_docs_commands.py)" if "file" in fence.marks else fence.marks.get("not run")
+
+
 def blocks_of(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
     return [
-        Block(
-            page=str(page.relative_to(ROOT)),
-            line=text.count("\n", 0, found.start("code")) + 1,
-            code=found["code"],
-            reason=found["reason"],
-        )
-        for found in BLOCK.finditer(text)
+        Block(page=fence.page, line=fence.line, code=fence.code, reason=reason_of(fence))
+        for fence in fences_of(page, "python")
     ]
 
 
@@ -130,3 +124,38 @@ def test_block_runs(block: Block, outcomes: dict[str, dict[str, object]]) -> Non
     """What a page shows is what a reader can paste."""
     outcome = outcomes[block.id]
     assert outcome["status"] == 0, outcome["output"]
+
+
+OUTPUT_WIDTH = 120
+SHOWN = [fence for page in PAGES for fence in fences_of(page, "text") if "output" in fence.marks]
+
+
+@pytest.mark.parametrize(
+    "fence",
+    [fence for fence in SHOWN if fence.marks["output"].startswith("hybrid schedule")],
+    ids=lambda fence: fence.id,
+)
+def test_picture_is_what_the_command_draws(fence: Fence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of schedules in pages, `<!-- output: hybrid schedule ... -->`, are of the lists that run."""
+    monkeypatch.setenv("COLUMNS", str(OUTPUT_WIDTH))
+    done = hybrid_here(*fence.marks["output"].split()[1:], cwd=tmp_path)
+    assert done.returncode == 0
+    assert stripped(done.stdout) == stripped(fence.code)
+
+
+@pytest.mark.parametrize(
+    "fence", [fence for fence in SHOWN if fence.marks["output"] == "the block above"], ids=lambda fence: fence.id
+)
+def test_output_is_what_the_block_prints(fence: Fence, outcomes: dict[str, dict[str, object]]) -> None:
+    """A table below a block, `<!-- output: the block above -->`, is of this version."""
+    above = max((block for block in BLOCKS if block.page == fence.page and block.line < fence.line), key=line_of)
+    assert stripped(str(outcomes[above.id]["output"])) == stripped(fence.code)
+
+
+def line_of(block: Block) -> int:
+    return block.line
+
+
+def stripped(text: str) -> list[str]:
+    """Without what nobody sees: spaces at the ends of lines, empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
