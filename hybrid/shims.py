@@ -5,9 +5,11 @@ Nothing else in the package touches a private name.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,7 @@ __all__ = [
     "has_backward_hooks",
     "has_gradient_hooks",
     "in_backward",
+    "in_forward_mode",
     "in_function_transform",
     "is_compiled",
     "is_compiler_error",
@@ -39,9 +42,13 @@ __all__ = [
     "is_persistent",
     "is_sole_user_of_memory",
     "memory_of",
+    "plain_tensors",
+    "quiet_fakes",
+    "returns_view",
     "state_dict_hooks",
     "unrecorded",
     "version_of",
+    "will_run",
     "written_arguments",
 ]
 
@@ -202,6 +209,23 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def will_run(node: torch.autograd.graph.Node) -> bool:
+    """Inside a backward pass: whether it comes to this node, so that a gradient which enters there counts.
+
+    torch 2.13 has no public way to ask; it answers with an error under torch.autograd.grad, which takes the gradient of
+    a parameter without accumulating it.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives are being computed in forward mode. torch 2.13 has no public way to ask."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass that is running now ends without an error.
 
@@ -232,3 +256,28 @@ def written_arguments(operation: Any) -> list[tuple[int, str]]:
     """(place, name) of the arguments that an operation writes to. torch 2.13: its schema has no public name."""
     arguments = enumerate(operation._schema.arguments)
     return [(place, arg.name) for place, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
+
+
+def returns_view(operation: Any) -> bool:
+    """Whether a result of an operation shares memory with an argument. torch 2.13: its schema has no public name."""
+    return any(result.alias_info is not None for result in operation._schema.returns)
+
+
+def plain_tensors() -> AbstractContextManager[object]:
+    """Inside, a tensor is what it is to an operation, whatever its class answers. torch 2.13: no public name."""
+    context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch logs nothing of operations that fail on tensors without values: who runs them says so.
+
+    torch 2.13: the logger has the name of a private module.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -14,16 +14,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional
 
+from hybrid import gradient_sinks
 from hybrid.errors import ModelError
 
-__all__ = ["PutOff", "WeightGradients", "linear", "split_linear_layers", "splits", "splitting", "weight_gradient"]
+__all__ = [
+    "PutOff",
+    "WeightGradients",
+    "embedding",
+    "linear",
+    "splits",
+    "splitting",
+    "take_over_gradients",
+    "weight_gradient",
+]
 
 _Compute = Callable[[], torch.Tensor]
 
@@ -119,23 +129,26 @@ def linear(
 ) -> torch.Tensor:
     """tensor @ weight.T + bias, (..., in) -> (..., out); a transposed weight (of a Conv1D) is (in, out).
 
-    Where the backward will be split, the gradient of the weight is put off.
+    Where the backward will be split, the gradient of the weight is put off; else it may be written where it is to lie.
     """
-    if not (tensor.requires_grad and splits(weight)):
+    autocast = torch.is_autocast_enabled(tensor.device.type)
+    if tensor.requires_grad and splits(weight):
+        put_off = PutOff.of(weight, is_transposed=is_transposed)
+        if autocast:  # what is kept is what the product reads
+            dtype = torch.get_autocast_dtype(tensor.device.type)
+            tensor, weight, bias = tensor.to(dtype), weight.detach().to(dtype), None if bias is None else bias.to(dtype)
+        return gradient_sinks.product(tensor, weight, bias, is_transposed=is_transposed, leaves=put_off)
+    sink = None
+    if tensor.dtype == weight.dtype and not autocast:
+        sink = gradient_sinks.sink_for(tensor, weight)
+    if sink is None:
         return _product(tensor, weight, bias, is_transposed)
-    device = tensor.device.type
-    if torch.is_autocast_enabled(device):  # what is kept is what the product reads
-        tensor = tensor.to(torch.get_autocast_dtype(device))
-    keeper: list[Any] = []
-    tensor = _Kept.apply(tensor, keeper)
-    # Autograd does not see that a weight takes part: it would ask for its gradient.
-    product = _product(tensor, weight.detach(), bias, is_transposed)
-    return cast(torch.Tensor, _Watched.apply(product, keeper[0], PutOff.of(weight, is_transposed=is_transposed)))
+    return gradient_sinks.product(tensor, weight, bias, is_transposed=is_transposed, sink=sink)
 
 
 def weight_gradient(gradient: torch.Tensor, tensor: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
     """That of the weight in `linear`, from those of the output and the input."""
-    rows, inputs = gradient.reshape(-1, gradient.shape[-1]), tensor.reshape(-1, tensor.shape[-1])
+    rows, inputs = gradient.reshape(-1, gradient.shape[-1]), tensor.reshape(-1, tensor.shape[-1]).conj()
     return inputs.t() @ rows if is_transposed else rows.t() @ inputs
 
 
@@ -149,50 +162,32 @@ def _product(
     return product.view(*tensor.shape[:-1], weight.shape[1])
 
 
-class _Kept(torch.autograd.Function):
-    """Keeps the input of a product before the product is computed: recompute stops where the last value is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, keeper: list[Any]) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
-        keeper.append(ctx)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*gradients, None)
-
-
-class _Watched(torch.autograd.Function):
-    """Nothing in forward; in backward, where the gradient of a product comes by, leaves that of its weight to W."""
-
-    @staticmethod
-    def forward(ctx: Any, product: torch.Tensor, kept: Any, put_off: PutOff) -> torch.Tensor:
-        ctx.kept, ctx.put_off = kept, put_off
-        return product.view_as(product)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        (tensor,) = ctx.kept.saved_tensors
-        ctx.put_off.leave(gradient, tensor)
-        return gradient, None, None
+def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+    """Rows of a table, as functional.embedding(ids, weight, padding_idx)."""
+    sink = gradient_sinks.sink_for(ids, weight) if weight.device.type == "cpu" else None  # elsewhere sums have no order
+    if sink is None:
+        return functional.embedding(ids, weight, padding_idx)
+    return gradient_sinks.embedding(ids, weight, padding_idx, sink)
 
 
 # ---------------------------------------------------------------- plain layers
 
 
-def split_linear_layers(model: nn.Module) -> None:
-    """Let the plain linear layers inside put off the gradients of their weights where a backward is split.
+def take_over_gradients(model: nn.Module) -> None:
+    """Let the plain linear layers and embeddings inside compute by `linear` and `embedding`.
 
-    Those that compute in a way of their own keep it: the gradients of their weights belong to I.
+    Those that compute in a way of their own keep it.
     """
     for module in model.modules():
         if "forward" in vars(module):
             continue
-        is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        if is_plain or _is_conv1d(module):
-            vars(module)["forward"] = _Forward(module, is_transposed=not is_plain)
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            vars(module)["forward"] = _Linear(module, is_transposed=False)
+        elif _is_conv1d(module):
+            vars(module)["forward"] = _Linear(module, is_transposed=True)
+        elif isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            if module.max_norm is None and not module.scale_grad_by_freq and not module.sparse:
+                vars(module)["forward"] = _Embedding(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -201,12 +196,23 @@ def _is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
-class _Forward:
+class _Linear:
     """The forward of a linear layer; an object, so that a copy of the layer has one that reads the copy's weight."""
 
     def __init__(self, module: nn.Module, *, is_transposed: bool) -> None:
         self._module, self._is_transposed = module, is_transposed
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         module: Any = self._module
+        (tensor,) = (*args, *kwargs.values())  # nn.Linear and Conv1D have different names for it
         return linear(tensor, module.weight, module.bias, is_transposed=self._is_transposed)
+
+
+class _Embedding:
+    """The forward of an embedding; an object for the same reason."""
+
+    def __init__(self, module: nn.Embedding) -> None:
+        self._module = module
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return embedding(input, self._module.weight, self._module.padding_idx)

@@ -1,39 +1,44 @@
-"""The console script `hybrid`. A new command is one line in COMMANDS; its module reads the options."""
+"""The console script `hybrid`. A new command is one line in COMMANDS; its module reads the options.
+
+A command's module is imported when the command is asked for: most need libraries that the others do not.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from hybrid import __version__
-from hybrid.cli.checkpoint import commands as checkpoint_commands
-from hybrid.cli.cluster import commands as cluster_commands
-from hybrid.cli.demo import demo
-from hybrid.cli.explain import explain
-from hybrid.cli.import_config import import_file
-from hybrid.cli.plan import plan
-from hybrid.cli.profile import profile
-from hybrid.cli.run import run
-from hybrid.cli.schedule import schedule
-from hybrid.cli.verify_placement import verify_placement
 from hybrid.errors import HybridError
 
 __all__ = ["app", "main"]
 
-# Name, function, and click's settings for it, in the order in which --help lists them.
-COMMANDS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
-    ("demo", demo, {}),
-    ("run", run, {"allow_interspersed_args": False}),
-    ("profile", profile, {"allow_interspersed_args": False}),
-    ("explain", explain, {}),
-    ("import", import_file, {}),
-    ("plan", plan, {}),
-    ("schedule", schedule, {}),
-    ("verify-placement", verify_placement, {}),
-)
+_PASSES_ON = {"allow_interspersed_args": False}  # what follows the name of a script is for the script
+
+# Name -> module and function (or group) in it, and click's settings; in the order in which --help lists them.
+COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "demo": ("hybrid.cli.demo:demo", {}),
+    "run": ("hybrid.cli.run:run", _PASSES_ON),
+    "profile": ("hybrid.cli.profile:profile", _PASSES_ON),
+    "explain": ("hybrid.cli.explain:explain", {}),
+    "dryrun": ("hybrid.cli.dryrun:dryrun", {}),
+    "import": ("hybrid.cli.import_config:import_file", {}),
+    "plan": ("hybrid.cli.plan:plan", {}),
+    "calibrate": ("hybrid.cli.calibrate:calibrate", {}),
+    "schedule": ("hybrid.cli.schedule:schedule", {}),
+    "verify-placement": ("hybrid.cli.verify_placement:verify_placement", {}),
+    "cluster": ("hybrid.cli.cluster:commands", {}),
+    "checkpoint": ("hybrid.cli.checkpoint:commands", {}),
+}
+_SHORT_HELP = {
+    "cluster": "Look at clusters: devices, links, switches, rates.",
+    "checkpoint": "Look at checkpoints, check their files, export weights.",
+}
 
 HELP = """
 Train an ordinary PyTorch model over many processes, as one strategy says.
@@ -44,8 +49,10 @@ Start here:
   hybrid run --nproc 4 train.py --epochs 3      your script on 4 ranks of this machine
   hybrid profile --nproc 4 train.py             where the time of its steps goes, and what to change
   hybrid explain strategy.yaml --world-size 16  every setting of a strategy and where it comes from
+  hybrid dryrun strategy.yaml --model llama3-70b --world-size 16384   one rank of a huge job, on this machine
   hybrid import ds_config.json                  a DeepSpeed, Accelerate or Fleet configuration as a strategy
   hybrid plan --model llama3-8b --cluster 1x8xH100 --global-batch 64   the fastest layout that fits
+  hybrid calibrate --ranks 4 --out here.yaml    measure this machine, for hybrid plan --cluster here.yaml
   hybrid cluster show 4x8xH100 --network 8x400G links and switches of a cluster, and their rates
   hybrid schedule --stages 4 --micro-batches 8  who does what when in a pipeline, and the bubble
   hybrid checkpoint ls runs/a                   checkpoints of a folder; verify, show, export
@@ -56,8 +63,37 @@ In the script:
   optimizer = hybrid.distributed_optimizer(optimizer)
 """
 
+
+@cache
+def _command(name: str) -> Any:
+    home, settings = COMMANDS[name]
+    module, _, attribute = home.partition(":")
+    found = getattr(import_module(module), attribute)
+    if isinstance(found, typer.Typer):
+        command = typer.main.get_command(found)
+        command.short_help = _SHORT_HELP[name]
+        return command
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command(name, context_settings={"help_option_names": ["-h", "--help"], **settings})(found)
+    return typer.main.get_command(alone)
+
+
+class _Commands(TyperGroup):
+    """The group of all commands, which imports the one that is asked for; `--help` all of them.
+
+    Contexts and commands are click's; some versions of typer have a copy of their own (0.29 does): hence `Any`.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name) if cmd_name in COMMANDS else None
+
+
 app = typer.Typer(
     name="hybrid",
+    cls=_Commands,
     help=HELP,
     no_args_is_help=True,
     add_completion=False,
@@ -65,10 +101,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name, _function, _settings in COMMANDS:
-    app.command(_name, context_settings={"help_option_names": ["-h", "--help"], **_settings})(_function)
-app.add_typer(cluster_commands, short_help="Look at clusters: devices, links, switches, rates.")
-app.add_typer(checkpoint_commands, short_help="Look at checkpoints, check their files, export weights.")
 
 
 def _print_version(value: bool) -> None:

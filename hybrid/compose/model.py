@@ -19,9 +19,9 @@ from hybrid.compose import context, grad_norm, model_state
 from hybrid.compose import train_step as steps
 from hybrid.compose.added_parts import AddedParts
 from hybrid.compose.bound_model import BoundModel
-from hybrid.compose.compiling import check_compiler, compile_units, refuse_compiled_call
+from hybrid.compose.compiling import compile_units, refuse_compiled_call
 from hybrid.compose.context import DATA_AXES
-from hybrid.compose.first_forward import FirstForward, check_verify, plain_copy
+from hybrid.compose.first_forward import FirstForward, plain_copy
 from hybrid.compose.initial_values import (
     InitOrder,
     align_values,
@@ -32,27 +32,13 @@ from hybrid.compose.initial_values import (
     stand_ins,
 )
 from hybrid.compose.low_precision import install_precision
-from hybrid.compose.model_checks import (
-    check_aliases,
-    check_alike_on_all_ranks,
-    check_layouts,
-    check_model,
-    check_not_shared,
-)
-from hybrid.compose.pipeline import (
-    all_on_meta,
-    build_layers,
-    known_here,
-    named_once,
-    plan_stages,
-    share_out,
-    start_pipeline,
-)
+from hybrid.compose.model_checks import check_aliases, check_alike_on_all_ranks
+from hybrid.compose.model_plan import plan_model
+from hybrid.compose.pipeline import known_here, named_once, share_out, start_pipeline
 from hybrid.compose.runtime import Runtime
-from hybrid.compose.tensor_parallel import align_random_states, all_group_axes, cut_model, part_of, placements, plan_for
+from hybrid.compose.tensor_parallel import align_random_states, all_group_axes, cut_model, part_of, placements
 from hybrid.compose.tied_holders import TiedHolders
 from hybrid.compose.watched_step import watched_train_batch
-from hybrid.compose.whole_checks import check_whole
 from hybrid.errors import GradientAccessError, ModelError
 from hybrid.precision.casting import cast_buffers
 from hybrid.profile.step_record import StepCallback
@@ -61,6 +47,7 @@ from hybrid.sharding import state_view
 from hybrid.sharding.engine import EngineSettings, ShardingEngine
 from hybrid.sharding.units import plan_units
 from hybrid.strategy import DistributedStrategy, ResolvedStrategy
+from hybrid.weight_gradients import take_over_gradients
 
 __all__ = ["DistributedModel", "distributed_model"]
 
@@ -91,21 +78,11 @@ def distributed_model(
         LaunchError: the processes could not meet.
         ModelError: a model that cannot be trained this way; the message names the parameter.
     """
-    foreseen = context.foresee(strategy)
-    planned_stages = plan_stages(model, foreseen, sample=sample)
-    is_whole = build_layers(model, planned_stages)
-    whole = model if is_whole else all_on_meta(model)
-    check_model(whole, wrapper=DistributedModel)
-    check_not_shared(whole, [runtime.engine for runtime in context.runtimes()])
-    if is_whole:
-        check_meta(model, init)
-    planned = plan_for(whole, foreseen)
-    check_verify(model, foreseen)
-    check_layouts(whole, foreseen)
-    chosen = check_whole(whole, foreseen, planned_stages)
-    del whole
-    if foreseen.compile is not None:
-        check_compiler(foreseen.compile)
+    engines = [runtime.engine for runtime in context.runtimes()]
+    plan = plan_model(
+        model, context.foresee(strategy), wrapper=DistributedModel, init=init, sample=sample, engines=engines
+    )
+    planned, planned_stages, is_whole = plan.tensor, plan.stages, plan.is_whole
     scope = context.ensure(strategy)
     mesh, resolved = scope.mesh, scope.resolved
     # chunks -> tensor parallel -> recompute -> precision -> compile -> sharding
@@ -119,7 +96,10 @@ def distributed_model(
     align_values(model, everyone, same_part=mesh.group(*DATA_AXES))
     meta = stand_ins(find_meta(model))
     plain = plain_copy(model, resolved)
-    cuts = cut_model(model, planned, mesh) if planned is not None else None
+    is_staged = planned_stages is not None
+    cuts = cut_model(model, planned, mesh, is_staged=is_staged) if planned is not None else None
+    if resolved.compile is None:
+        take_over_gradients(model)
     everything = dict(model.named_parameters())
     stages = None
     if layers is not None and planned_stages is not None:
@@ -128,7 +108,7 @@ def distributed_model(
     parameters = named_once(model, stages)
     records = placements(model, parameters, cuts, stages)
     mesh.prepare(all_group_axes(records, mesh))
-    chosen = chosen.on(stages)
+    chosen = plan.units.on(stages)
     if resolved.recompute is not None:
         policy, preserve_rng = resolved.recompute.policy, resolved.recompute.preserve_rng
         traced = chosen.recomputed_in_programs

@@ -1,4 +1,4 @@
-"""Prepares a model for schedules that split the backward: which layers can put off the gradients of their weights."""
+"""Prepares a model for schedules that split the backward: attention that can put off the gradients of its weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from torch import nn
 
 from hybrid.collectives.ops import Group
 from hybrid.tensor.attention import ParallelMultiheadAttention
-from hybrid.weight_gradients import split_linear_layers
 
 __all__ = ["split_backward"]
 
 
 def split_backward(model: nn.Module, group: Group) -> None:
-    """Let linear layers and attention projections leave the gradients of their weights to W.
+    """Let attention projections leave the gradients of their weights to W, as linear layers do.
 
     What is cut over the tp ranks does so by itself. torch's own attention hands its weights to one function that does
     not; as one cut over `group`, whose only rank holds all heads, it does.
@@ -21,4 +20,3 @@ def split_backward(model: nn.Module, group: Group) -> None:
         for module in list(model.modules()):
             if type(module) is nn.MultiheadAttention and "forward" not in vars(module):
                 ParallelMultiheadAttention.adopt(module, group=group)
-    split_linear_layers(model)

@@ -300,6 +300,22 @@ class Bucket:
             view.copy_(gradient)
         self.filled[position] = self.has_gradient[position] = True
 
+    def open_view(self, position: int) -> tuple[torch.Tensor, bool]:
+        """Where one parameter's gradient is to be written, and whether one is there, to be added to.
+
+        Counts as filled from now on.
+        """
+        if self.local is None:
+            self.local = self.new_gradient_buffer()
+        is_filled = self.filled[position]
+        self.filled[position] = self.has_gradient[position] = True
+        return self.view(self.local, position), is_filled
+
+    def is_dense(self, position: int) -> bool:
+        """Whether a matrix lies row by row or column by column, as matrix products can write it."""
+        (rows, columns), strides = self._shapes[position]
+        return strides in ((columns, 1), (1, rows))
+
     def new_gradient_buffer(self) -> torch.Tensor:
         """A whole buffer whose padding is zero and whose parameters' ranges are not written yet."""
         buffer = torch.empty(self.partition.num_elements, dtype=self.key.grad_dtype, device=self.data.device)

@@ -30,6 +30,7 @@ from hybrid.collectives.ranges import named_range
 from hybrid.errors import CollectiveError, ModelError
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.gradient_handle import GradientHandle, Unscaler
+from hybrid.sharding.gradient_sink import offer_sinks
 from hybrid.sharding.tensors import HELD_ONCE, owns_its_memory
 from hybrid.weight_gradients import WeightGradients
 
@@ -125,6 +126,7 @@ class Reducer:
             for position in range(len(bucket.parameters))
             for remover in self._install(bucket, position)
         ]
+        self._sinks = offer_sinks(self)
 
     # -- hooks -----------------------------------------------------------------------------------------
 
@@ -148,10 +150,7 @@ class Reducer:
         """
         bucket = self.buckets[index]
         parameter = bucket.parameters[position]
-        current = parameter.grad
-        if current is not self._handles[index][position] and (current is not None or bucket.shown[position]):
-            self.adopt(bucket, position)
-        if current is not None:
+        if self._look_at_grad(bucket, position) is not None:
             parameter.grad = None
         left = WeightGradients.current()
         self._given[bucket.index][position] = gradient is not None
@@ -180,10 +179,26 @@ class Reducer:
         parameter.grad = handle
         is_ours = bucket.is_one_parameter and sys.getrefcount(gradient) <= HELD_ONCE and owns_its_memory(gradient)
         bucket.accumulate(position, gradient.detach() if gradient.requires_grad else gradient, may_keep=is_ours)
+        self._note_gradient(bucket, position)
+        self._arrive(bucket, position)
+
+    def foresee_gradient(self, bucket: Bucket, position: int) -> None:
+        """A layer is about to write an addend into the bucket itself; the hooks follow when the last one is there."""
+        if self._look_at_grad(bucket, position) is None:
+            bucket.parameters[position].grad = self._handles[bucket.index][position]
+        self._note_gradient(bucket, position)
+
+    def _look_at_grad(self, bucket: Bucket, position: int) -> torch.Tensor | None:
+        """What `p.grad` is before a gradient is taken over; if it is not what we left there, that counts."""
+        current = bucket.parameters[position].grad
+        if current is not self._handles[bucket.index][position] and (current is not None or bucket.shown[position]):
+            self.adopt(bucket, position)
+        return current
+
+    def _note_gradient(self, bucket: Bucket, position: int) -> None:
         if not self.defer_end:
             self.saw_plain_backward = True
         bucket.shown[position] = True
-        self._arrive(bucket, position)
 
     def adopt(self, bucket: Bucket, position: int) -> None:
         """Bring the bucket in line with what the user did to `p.grad`: None drops, a tensor of theirs is refused."""

@@ -12,7 +12,6 @@ from typing import Any, Self, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from hybrid.collectives.autograd import reduce_from, reduce_scatter_from
 from hybrid.collectives.group import Group
@@ -21,6 +20,7 @@ from hybrid.errors import ModelError
 from hybrid.tensor.cut_module import CutModule, adopted_class, check_divides, resolve_group
 from hybrid.tensor.linear import check_sequence
 from hybrid.tensor.region import CutRegion
+from hybrid.weight_gradients import embedding
 
 __all__ = ["ColumnParallelEmbedding", "VocabParallelEmbedding"]
 
@@ -101,14 +101,14 @@ class VocabParallelEmbedding(CutModule, nn.Embedding):
         ((start, length),) = cut.pieces
         padding = self.padding_idx
         if length == cut.global_size:
-            return functional.embedding(ids, self.weight, padding)
+            return embedding(ids, self.weight, padding)
         if length == 0:  # more ranks than ids; part of the graph all the same, as backward may communicate
             return self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
         local = ids - start
         elsewhere = (local < 0) | (local >= length)
         local = local.masked_fill(elsewhere, 0)
         own_padding = padding - start if padding is not None and start <= padding < start + length else None
-        rows = functional.embedding(local, self.weight, own_padding)
+        rows = embedding(local, self.weight, own_padding)
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 

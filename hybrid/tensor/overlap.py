@@ -18,6 +18,7 @@ import torch
 
 from hybrid.collectives.autograd import copy_to, gather_from, reduce_from, start_all_reduce, start_reduce_scatter
 from hybrid.collectives.group import Group
+from hybrid.gradient_sinks import Sink, sink_for, write_product
 from hybrid.tensor.entry import autocast_dtype
 from hybrid.weight_gradients import PutOff, linear, splits, weight_gradient
 
@@ -39,7 +40,8 @@ def overlapped_linear(
         tensor, weight = tensor.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     put_off = PutOff.of(original, is_transposed=is_transposed) if splits(original) else None
-    options = _Options(group=group, sequence_dim=sequence_dim, is_transposed=is_transposed, put_off=put_off)
+    sink = sink_for(tensor, weight) if put_off is None and dtype is None and tensor.dtype == weight.dtype else None
+    options = _Options(group=group, sequence_dim=sequence_dim, is_transposed=is_transposed, put_off=put_off, sink=sink)
     weight = weight if put_off is None else weight.detach()
     return cast(torch.Tensor, _OverlappedLinear.apply(tensor, weight, bias, options))
 
@@ -51,6 +53,8 @@ class _Options:
     is_transposed: bool
     put_off: PutOff | None
     """The gradient of the weight, if it is left to the second half of a split backward."""
+    sink: Sink | None
+    """Where else it may be written."""
 
 
 class _OverlappedLinear(torch.autograd.Function):
@@ -98,7 +102,9 @@ def _overlapped(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, 
     if options.put_off is not None:
         options.put_off.leave(rows, tensor)
     elif ctx.needs_input_grad[1]:
-        of_weight = weight_gradient(rows, tensor, is_transposed=options.is_transposed)
+        inputs = tensor.reshape(-1, tensor.shape[-1]).conj()
+        factors = (inputs.t(), rows) if options.is_transposed else (rows.t(), inputs)
+        of_weight = write_product(options.sink, *factors)
     if ctx.needs_input_grad[2]:
         of_bias = rows.sum(0)
     return (finish() if finish is not None else None), of_weight, of_bias
@@ -128,4 +134,4 @@ def _differentiable(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | No
 
 
 def _of_input(rows: torch.Tensor, weight: torch.Tensor, options: _Options) -> torch.Tensor:
-    return rows @ weight.t() if options.is_transposed else rows @ weight
+    return rows @ (weight.t() if options.is_transposed else weight).conj()

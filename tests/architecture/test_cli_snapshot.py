@@ -33,8 +33,10 @@ def options_of(command: Any, name: str) -> dict[str, dict[str, str]]:
                 f"{type_.__name__ if isinstance(type_, type) else type_}"
                 f"{', required' if default is Parameter.empty else f' = {default}'}"
             )
-    for child_name, child in sorted(getattr(command, "commands", {}).items()):
-        table |= options_of(child, f"{name} {child_name}")
+    if hasattr(command, "list_commands"):
+        context = typer.Context(command)
+        for child in sorted(command.list_commands(context)):
+            table |= options_of(command.get_command(context, child), f"{name} {child}")
     return table
 
 

@@ -1,0 +1,183 @@
+"""Where the gradient of a weight is to lie, for layers whose backward can write it there.
+
+    autograd's way   the product in fresh memory ── handed over ── copied or added to the buffer ── freed
+    with a sink      the product is added to the buffer where it is computed; autograd hands over nothing
+
+Who collects gradients offers a sink for each parameter (`offer`); a layer asks for it in forward, and once more in
+backward whether it is open: a backward that is asked for other gradients, or for a graph of them, or that somebody
+watches, goes autograd's way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, cast
+
+import torch
+from torch.nn import functional
+
+from hybrid import shims
+
+__all__ = ["Leaves", "Sink", "embedding", "offer", "product", "sink_for", "write_product"]
+
+
+class Sink(Protocol):
+    """Takes the addends of one parameter's gradient."""
+
+    def is_open(self, dtype: torch.dtype) -> bool:
+        """In backward, without a graph: whether an addend of this dtype may come here instead of through autograd."""
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add left @ right, of the parameter's shape."""
+
+    def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add each of `rows` (n, width) to the row of the parameter that `indices` (n,) names."""
+
+
+# id of a parameter -> its sink. An entry lives as long as the sink, whose owner keeps the parameter alive.
+_sinks: weakref.WeakValueDictionary[int, Sink] = weakref.WeakValueDictionary()
+
+
+def offer(parameter: torch.Tensor, sink: Sink) -> None:
+    """From now on layers may write the gradient of this parameter there. The caller keeps the sink alive."""
+    _sinks[id(parameter)] = sink
+
+
+def sink_for(tensor: torch.Tensor, weight: torch.Tensor) -> Sink | None:
+    """Where a layer in whose forward `tensor` meets `weight` may write the gradient of the weight, in backward.
+
+    None also where the graph must be torch's own: in a compiled forward, transforms of torch.func, forward mode.
+    """
+    sink = _sinks.get(id(weight))
+    if sink is None or not (torch.is_grad_enabled() and weight.requires_grad) or torch.compiler.is_compiling():
+        return None
+    if type(tensor) not in _PLAIN or shims.in_function_transform() or shims.in_forward_mode():
+        return None
+    return sink
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def write_product(sink: Sink | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """In backward: left @ right, or None if the sink took it."""
+    if sink is not None and not torch.is_grad_enabled() and sink.is_open(left.dtype):
+        sink.add_product(left, right)
+        return None
+    return left @ right
+
+
+# ---------------------------------------------------------------- linear layers
+
+
+class Leaves(Protocol):
+    """Takes what the gradient of a weight is to be computed from, later."""
+
+    def leave(self, gradient: torch.Tensor, rows: torch.Tensor) -> None:
+        """Gradients of the output and inputs, both with one row per product."""
+
+
+def product(
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    is_transposed: bool,
+    sink: Sink | None = None,
+    leaves: Leaves | None = None,
+) -> torch.Tensor:
+    """tensor @ weight.T + bias, (..., in) -> (..., out), of one dtype; a transposed weight is (in, out).
+
+    The gradient of the weight goes into `sink`, if that is open, or to `leaves`: then autograd sees no weight.
+    """
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    keeper: list[Any] = []
+    seen = weight if leaves is None else weight.detach()
+    rows = _Kept.apply(rows, seen, keeper)
+    output = cast(torch.Tensor, _Product.apply(rows, seen, bias, keeper[0], sink, leaves, is_transposed))
+    return output.view(*tensor.shape[:-1], output.shape[1])
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps the factors of a product before it is computed: recompute stops where the last value is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, keeper: list[Any]) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        keeper.append(ctx)
+        output = rows.view_as(rows)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*gradients, None, None)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        kept: Any,
+        sink: Sink | None,
+        leaves: Leaves | None,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        ctx.kept, ctx.sink, ctx.leaves, ctx.is_transposed = kept, sink, leaves, is_transposed
+        # The same memory under another name: the parameter itself may be marked as absent when backward comes.
+        ctx.weight = weight.detach()
+        columns = weight if is_transposed else weight.t()
+        return rows @ columns if bias is None else torch.addmm(bias, rows, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        rows, weight = ctx.kept.saved_tensors  # also where the weight is not read: it must not have been written to
+        with torch.autocast(gradient.device.type, enabled=False):
+            if not torch.is_grad_enabled():
+                weight = ctx.weight
+            of_rows, of_weight, of_bias = None, None, None
+            if ctx.needs_input_grad[0]:
+                of_rows = gradient @ (weight.t() if ctx.is_transposed else weight).conj()
+            if ctx.leaves is not None:
+                ctx.leaves.leave(gradient, rows)
+            elif ctx.needs_input_grad[1]:
+                rows = rows.conj()
+                factors = (rows.t(), gradient) if ctx.is_transposed else (gradient.t(), rows)
+                of_weight = write_product(ctx.sink, *factors)
+            if ctx.needs_input_grad[2]:
+                of_bias = gradient.sum(0)
+        return of_rows, of_weight, of_bias, None, None, None, None
+
+
+# ---------------------------------------------------------------- embeddings
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, sink: Sink) -> torch.Tensor:
+    """Row `ids` of `weight` each, (...) -> (..., width); the gradient of row `padding_idx` (0 or more) stays zero."""
+    rows = cast(torch.Tensor, _Rows.apply(ids.reshape(-1), weight, padding_idx, sink))
+    return rows.view(*ids.shape, weight.shape[1])
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, sink: Sink) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding_idx, ctx.sink, ctx.num_rows = padding_idx, sink, weight.shape[0]
+        return functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        (ids,) = ctx.saved_tensors
+        if ctx.padding_idx is not None:
+            gradient = gradient.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0.0)
+        if not torch.is_grad_enabled() and ctx.sink.is_open(gradient.dtype):
+            ctx.sink.add_rows(ids, gradient)
+            return None, None, None, None
+        whole = gradient.new_zeros(ctx.num_rows, gradient.shape[1])
+        return None, whole.index_add(0, ids, gradient), None, None

@@ -1,0 +1,73 @@
+"""The sink of one parameter: a layer's backward adds to the bucket itself."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybrid import shims
+from hybrid.gradient_sinks import offer
+from hybrid.sharding.bucket import Bucket
+from hybrid.weight_gradients import WeightGradients
+
+if TYPE_CHECKING:
+    from hybrid.sharding.reduce import Reducer
+
+__all__ = ["BucketSink", "offer_sinks"]
+
+# Below this many elements the time that a Python backward takes is more than a pass over the gradient.
+_LEAST_ELEMENTS = 2**15
+
+
+class BucketSink:
+    """See `hybrid.gradient_sinks.Sink`. It does not keep the reducer alive: graphs hold sinks."""
+
+    def __init__(self, reducer: Reducer, bucket: Bucket, position: int) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._bucket, self._position = bucket, position
+        self._parameter = bucket.parameters[position]
+        self._node = torch.autograd.graph.get_gradient_edge(self._parameter).node
+
+    def is_open(self, dtype: torch.dtype) -> bool:
+        reducer = self._reducer()
+        return (
+            reducer is not None
+            and dtype == self._bucket.key.grad_dtype
+            and WeightGradients.current() is None
+            and not shims.has_gradient_hooks(self._parameter)
+            and shims.will_run(self._node)
+        )
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        view, is_filled = self._open_view()
+        if is_filled:
+            torch.addmm(view, left, right, out=view)
+        else:
+            torch.mm(left, right, out=view)
+
+    def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
+        view, is_filled = self._open_view()
+        if not is_filled:
+            view.zero_()
+        view.index_add_(0, indices, rows)
+
+    def _open_view(self) -> tuple[torch.Tensor, bool]:
+        """Where to write, and whether something is there that counts; it counts from now on."""
+        reducer = self._reducer()
+        assert reducer is not None  # `is_open` was asked just before
+        reducer.foresee_gradient(self._bucket, self._position)
+        return self._bucket.open_view(self._position)
+
+
+def offer_sinks(reducer: Reducer) -> list[BucketSink]:
+    """Sinks for all matrices of the reducer's buckets that are large enough; the caller keeps them alive."""
+    sinks = []
+    for bucket in reducer.buckets:
+        for position, parameter in enumerate(bucket.parameters):
+            if parameter.dim() == 2 and parameter.numel() >= _LEAST_ELEMENTS and bucket.is_dense(position):
+                sink = BucketSink(reducer, bucket, position)
+                offer(parameter, sink)
+                sinks.append(sink)
+    return sinks
