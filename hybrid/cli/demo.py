@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hybrid.checkpoint.folder import latest_complete
+from hybrid.cli.demo_3d import HEADS_3D, RANKS_3D, STEPS_3D, check_ranks_3d, settings_3d
 from hybrid.cli.demo_display import DemoDisplay
 from hybrid.cli.folder import given_folder
 from hybrid.errors import StrategyError
@@ -21,13 +23,22 @@ from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 
 __all__ = ["demo"]
 
+DEFAULT_RANKS = 4
+DEFAULT_STEPS = 120
 DEFAULT_STAGE = 2
 DEFAULT_BATCH = 8
 DEFAULT_SAVE_EVERY = 20
+COMPARED_STEPS = 10  # that one process takes as well, under --layout 3d
 
 
 def demo(
-    nproc: Annotated[int, typer.Option("--nproc", help="Ranks on this machine.")] = 4,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc",
+            help=f"Ranks on this machine.  [default: {DEFAULT_RANKS}, with --layout 3d {RANKS_3D}]",
+        ),
+    ] = None,
     stage: Annotated[
         int | None, typer.Option("--stage", help=f"ZeRO stage: 0 to 3.  [default: {DEFAULT_STAGE}]")
     ] = None,
@@ -40,7 +51,10 @@ def demo(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Compute the blocks' activations again in backward.")
     ] = False,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.")] = 120,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", help=f"Optimizer steps.  [default: {DEFAULT_STEPS}, with --layout 3d {STEPS_3D}]"),
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option("--batch", help=f"Sequences per step over all ranks.  [default: about {DEFAULT_BATCH}]"),
@@ -66,7 +80,12 @@ def demo(
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option("--layout", metavar="auto", help="Let the planner choose, for this machine's own CPUs."),
+        typer.Option(
+            "--layout",
+            metavar="auto|3d",
+            help="auto: the planner chooses, for this machine's own CPUs. 3d: two stages of a pipeline, each layer "
+            "over two ranks, the batch over the rest.",
+        ),
     ] = None,
 ) -> None:
     """Train a real model on this machine and show what sharding saves.
@@ -83,8 +102,12 @@ def demo(
       hybrid demo --stage 3 --amp bf16 --recompute
       hybrid demo --strategy strategy.yaml
       hybrid demo --layout auto               # the planner's choice
+      hybrid demo --layout 3d                 # pipeline x tensor x data parallel, 8 ranks
       hybrid demo --resume checkpoints        # stop it with Ctrl-C; the same command goes on
     """
+    is_3d = layout == "3d"
+    nproc = (RANKS_3D if is_3d else DEFAULT_RANKS) if nproc is None else nproc
+    steps = (STEPS_3D if is_3d else DEFAULT_STEPS) if steps is None else steps
     if steps < 1:
         raise typer.BadParameter(f"is {steps}; expected 1 or more", param_hint="--steps")
     if nproc < 1:
@@ -95,6 +118,10 @@ def demo(
         raise typer.BadParameter(f"is {amp!r}; expected one of {', '.join(_AMP_DTYPES)}", param_hint="--amp")
     if layout is not None:
         _check_layout(layout, strategy, stage=stage, shard_size=shard_size, amp=amp, recompute=recompute)
+    if is_3d:
+        check_ranks_3d(nproc)
+        chosen = _from_options(stage, shard_size, amp, recompute=recompute, more=settings_3d())
+    elif layout is not None:
         chosen = _planned(nproc, DEFAULT_BATCH if batch is None else batch)
     elif strategy is None:
         chosen = _from_options(stage, shard_size, amp, recompute=recompute)
@@ -119,6 +146,9 @@ def demo(
             f"--steps={steps}",
             f"--batch={batch_per_rank}",
             f"--save-every={DEFAULT_SAVE_EVERY if save_every is None else save_every}",
+            *([f"--heads={HEADS_3D}"] if is_3d else []),
+            # fp16 leaves out the first steps, until the loss scale fits.
+            *([f"--compare={COMPARED_STEPS}"] if is_3d and amp != "fp16" else []),
         ),
         num_processes=nproc,
         strategy=strategy_file,
@@ -142,7 +172,12 @@ _AMP_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def _from_options(
-    stage: int | None, shard_size: int | None, amp: str | None, *, recompute: bool
+    stage: int | None,
+    shard_size: int | None,
+    amp: str | None,
+    *,
+    recompute: bool,
+    more: Mapping[str, object] | None = None,
 ) -> DistributedStrategy:
     configs: dict[str, int] = {"stage": DEFAULT_STAGE if stage is None else stage}
     if shard_size is not None:
@@ -157,14 +192,19 @@ def _from_options(
         settings |= {"amp": True, "amp_configs": {"dtype": _AMP_DTYPES[amp], "level": "O2"}}
     if recompute:
         settings["recompute"] = True
-    return DistributedStrategy(settings)
+    return DistributedStrategy(settings | dict(more or {}))
 
 
 def _check_layout(layout: str, strategy: Path | None, **options: object) -> None:
-    """The planner's choice, and nobody else's."""
-    if layout != "auto":
-        raise typer.BadParameter(f"is {layout!r}; expected auto", param_hint="--layout")
-    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in {None, False}]
+    """What the options say that the layout decides by itself is refused."""
+    if layout not in {"auto", "3d"}:
+        raise typer.BadParameter(f"is {layout!r}; expected auto or 3d", param_hint="--layout")
+    if layout == "3d":
+        if strategy is not None:
+            raise StrategyError("--layout 3d is a strategy of its own, and --strategy another; leave one of them out")
+        return
+    said = [name for name, value in options.items() if value is not None and value is not False]
+    given = [f"--{name.replace('_', '-')}" for name in said]
     given += ["--strategy"] * (strategy is not None)
     if given:
         raise StrategyError(f"--layout auto chooses what {', '.join(given)} would say; leave one of them out")
@@ -228,12 +268,13 @@ def _batch_per_rank(resolved: ResolvedStrategy, batch: int | None) -> int:
         in_strategy = resolved.micro_batch_size * resolved.accumulate_steps * num_replicas
     if batch is not None and in_strategy is not None and batch != in_strategy:
         raise StrategyError(f"--batch is {batch} but the strategy gives {in_strategy}; leave one of them out")
+    # A pipeline has as many micro-batches at each step, of one sequence at least.
+    pieces = resolved.accumulate_steps if resolved.pipeline is not None else 1
     wanted = batch if in_strategy is None else in_strategy
     if wanted is None:
-        return max(1, DEFAULT_BATCH // num_replicas)
-    if wanted < 1 or wanted % num_replicas:
-        nearest = max(1, round(wanted / num_replicas)) * num_replicas
-        raise StrategyError(
-            f"--batch is {wanted}, which does not divide over {num_replicas} data-parallel ranks; try {nearest}"
-        )
+        return max(pieces, DEFAULT_BATCH // num_replicas // pieces * pieces)
+    if wanted < 1 or wanted % (num_replicas * pieces):
+        nearest = max(1, round(wanted / num_replicas / pieces)) * num_replicas * pieces
+        over = f"{num_replicas} data-parallel ranks" + (f" of {pieces} micro-batches each" if pieces > 1 else "")
+        raise StrategyError(f"--batch is {wanted}, which does not divide over {over}; try {nearest}")
     return wanted // num_replicas

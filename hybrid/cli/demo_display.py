@@ -10,7 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from hybrid.demo.progress import Finished, Memory, ProgressReader, Started, StepDone
+from hybrid.cli.demo_tables import bubble_text, layout_name, rank_map, stage_split, traffic_table
+from hybrid.demo.progress import Finished, Layout, Memory, ProgressReader, Started, StepDone, Stepped
 from hybrid.strategy import ResolvedStrategy
 from hybrid.units import format_bytes, format_count, format_seconds
 
@@ -34,6 +35,8 @@ class DemoDisplay:
         self._memory: dict[int, Memory] = {}
         self._started: Started | None = None
         self._finished: Finished | None = None
+        self._layout: Layout | None = None
+        self._steps: dict[int, list[Stepped]] = {}  # by rank
         self._last: StepDone | None = None
         self._bar = Progress(
             TextColumn("step"),
@@ -51,15 +54,24 @@ class DemoDisplay:
         sharding = f"ZeRO stage {self._resolved.zero_stage}"
         if self._resolved.shard_size not in (1, self._resolved.data_parallel_size):
             sharding += f", shard_size {self._resolved.shard_size}"
+        if self._is_cut:
+            sharding = f"{layout_name(self._resolved.layout)}, {sharding}"
         self._console.print(
             f"A byte-level GPT on the source of Python's standard library: {self._resolved.world_size} ranks, "
             f"{sharding}, {self._num_steps} steps{f', on from step {self._first_step}' if self._first_step else ''}. "
             "Ctrl-C ends all ranks.",
             soft_wrap=True,
         )
+        if self._is_cut:
+            self._console.print(rank_map(self._resolved.layout))
         if self._console.is_terminal:
             self._live.start()
         return self
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether ranks hold different parts of the model."""
+        return self._resolved.pipeline is not None or self._resolved.tensor_parallel is not None
 
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
@@ -79,6 +91,12 @@ class DemoDisplay:
                 self._memory[event.rank] = event
             elif isinstance(event, StepDone):
                 self._show_step(event)
+            elif isinstance(event, Layout):
+                self._layout = event
+                for part in stage_split(event):
+                    self._console.print(part, soft_wrap=True)
+            elif isinstance(event, Stepped):
+                self._steps.setdefault(event.rank, []).append(event)
             else:
                 self._finished = event
 
@@ -109,11 +127,28 @@ class DemoDisplay:
             f"[bold]{self._finished.held_out_loss:.3f}[/] after.",
             soft_wrap=True,
         )
+        if self._finished.plain_losses:
+            self._console.print(self._beside_one_process(), soft_wrap=True)
         self._console.print(self._table())
+        if self._steps:
+            self._console.print(traffic_table(self._layout, self._steps))
+            self._console.print(bubble_text(self._resolved, self._steps), soft_wrap=True)
         self._console.print(
-            "Next: README.md shows how your own model and loop run this way; examples/train_gpt.py is a short one "
+            "Next: docs/3d.md and examples/train_3d.py (hybrid run --nproc 8 examples/train_3d.py)."
+            if self._is_cut
+            else "Next: README.md shows how your own model and loop run this way; examples/train_gpt.py is a short one "
             "(hybrid run --nproc 4 examples/train_gpt.py).",
             soft_wrap=True,
+        )
+
+    def _beside_one_process(self) -> str:
+        assert self._finished is not None
+        here, alone = self._finished.losses, self._finished.plain_losses
+        apart = max(abs(own - other) for own, other in zip(here, alone, strict=True))
+        kind = "" if self._resolved.amp is None else " in float32"
+        return (
+            f"One process{kind} on the same batches: loss {alone[-1]:.6f} at step {len(alone)}, here {here[-1]:.6f}; "
+            f"largest difference in {len(alone)} steps {apart:.1e}."
         )
 
     def _table(self) -> Table:
@@ -122,7 +157,8 @@ class DemoDisplay:
         assert self._finished is not None
         parameters = self._started.num_parameters * BYTES_PER_ELEMENT
         ranks = list(self._memory.values())
-        num_replicas = self._resolved.data_parallel_size
+        num_ranks = self._resolved.world_size
+        kept = "activations at their peak" if self._resolved.pipeline is not None else "activations of a forward"
         table = Table(title="Each rank holds and sends", title_justify="left")
         table.add_column("")
         table.add_column("plain data parallel", justify="right")
@@ -135,15 +171,15 @@ class DemoDisplay:
             ("together", 4 * parameters, max(memory.state_bytes for memory in ranks)),
             *([("in host memory", 0, on_host)] if (on_host := max(memory.host_bytes for memory in ranks)) else []),
             (
-                "activations of a forward",
+                kept,
                 self._finished.plain_activation_bytes,
                 max(memory.activation_bytes or 0 for memory in ranks),
             ),
             # A ring all-reduce of the gradients sends 2 (N-1)/N of them.
             (
                 "sent per step",
-                2 * (num_replicas - 1) * parameters // num_replicas,
-                self._finished.sent_bytes,
+                2 * (num_ranks - 1) * parameters // num_ranks,
+                max(self._finished.sent_bytes, *(sum(own[-1].sent_bytes.values()) for own in self._steps.values()), 0),
             ),
         )
         for name, plain, measured in rows:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["DEMO_LENGTH", "GPT"]
+__all__ = ["DEMO_HEADS", "DEMO_LENGTH", "GPT"]
 
 NUM_BYTES = 256
 DEMO_LENGTH = 64  # bytes of a sequence in `hybrid demo`
+DEMO_HEADS = 5
 
 
 class Block(nn.Module):
@@ -20,6 +21,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
+        self.head_dim = width // num_heads
         self.num_heads = num_heads
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
@@ -33,18 +35,20 @@ class Block(nn.Module):
         return x_BTD + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x_BTD))))
 
     def _attend(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x_BTD.shape
+        batch, length, _ = x_BTD.shape
         # [B, T, 3D] -> three times [B, H, T, D/H]
-        heads = self.query_key_value(x_BTD).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        heads = self.query_key_value(x_BTD).view(batch, length, 3, self.num_heads, self.head_dim)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))
 
 
 class GPT(nn.Module):
     """Bytes [B, T] -> logits of the next byte [B, T, V]; the head is the embedding's own weight."""
 
-    def __init__(self, *, width: int = 320, num_layers: int = 8, num_heads: int = 5, max_length: int = 256) -> None:
+    def __init__(
+        self, *, width: int = 320, num_layers: int = 8, num_heads: int = DEMO_HEADS, max_length: int = 256
+    ) -> None:
         super().__init__()
         self.width = width
         self.embedding = nn.Embedding(NUM_BYTES, width)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 from hybrid.launch.variables import LOG_DIR_VARIABLE
 
-__all__ = ["Event", "Finished", "Memory", "ProgressReader", "ProgressWriter", "Started", "StepDone"]
+__all__ = [
+    "Event",
+    "Finished",
+    "Layout",
+    "Memory",
+    "ProgressReader",
+    "ProgressWriter",
+    "Started",
+    "StepDone",
+    "Stepped",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +67,37 @@ class Finished:
     sent_bytes: int  # by rank 0 in one step
     plain_activation_bytes: int  # that a forward of the plain model keeps, on a micro-batch of rank 0
     train_seconds: float
+    losses: list[float] = field(default_factory=list)  # of the first steps, where they are compared
+    plain_losses: list[float] = field(default_factory=list)  # of one process on the same batches
 
 
-Event = Started | StepDone | Memory | Finished
-_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (Started, StepDone, Memory, Finished)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Rank 0, before the first step of a model that is cut into stages: what `hybrid explain` says of it."""
+
+    title: str
+    header: list[str]
+    stages: list[list[str]]
+    remarks: list[str]
+    predicted_bytes: dict[str, float]  # axis -> bytes that all ranks together send in a step; empty if not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """Each rank of a pipeline, of one step: when its actions ran, and what it sent."""
+
+    rank: int
+    begun: float  # seconds of time.monotonic, which all processes of a machine share
+    ended: float
+    busy_seconds: float  # in actions, without waiting for messages of other stages
+    cpu_seconds: dict[str, float]  # kind and chunk of an action, such as F0 -> mean time on a processor
+    sent_bytes: dict[str, int]  # by axis
+
+
+Event = Started | StepDone | Memory | Layout | Stepped | Finished
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (Started, StepDone, Memory, Layout, Stepped, Finished)
+}
 
 
 class ProgressWriter:

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
 import hybrid
-from hybrid import shims
+from hybrid.compose import context
+from hybrid.demo.actions import HeardActions, KeptByForwards, heard, sent_by_axis
 from hybrid.demo.corpus import ByteWindows, read_corpus
-from hybrid.demo.gpt import DEMO_LENGTH, GPT
+from hybrid.demo.gpt import DEMO_HEADS, DEMO_LENGTH, GPT
+from hybrid.demo.kept_memory import KeptMemory
+from hybrid.demo.one_process import plain_losses
 from hybrid.demo.progress import Finished, Memory, ProgressWriter, Started, StepDone
+from hybrid.launch.variables import STRATEGY_VARIABLE
+from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 
 if TYPE_CHECKING:
     from hybrid.compose.model import DistributedModel
@@ -34,6 +40,7 @@ __all__: list[str] = []
 
 NUM_HELD_OUT_WINDOWS = 96
 MEMORY_EVERY_STEPS = 10
+WATCHED_STEPS = 5  # the last ones, for the bubble
 KEPT_SAVES = 2
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # bytes [B, T] and the bytes that follow them [B, T]
@@ -43,14 +50,17 @@ def main() -> None:
     options = read_options()
     train_text, held_out_text = read_corpus()
     train_set = ByteWindows(train_text, length=options.length)
-    held_out_set = evenly_spaced(ByteWindows(held_out_text, length=options.length))
+    strategy = context.foresee(None)
+    # The micro-batches of a pipeline want a sequence each, also in the last batch of an evaluation.
+    multiple = 1 if strategy.pipeline is None else options.batch * strategy.data_parallel_size
+    held_out_set = evenly_spaced(ByteWindows(held_out_text, length=options.length), multiple=multiple)
 
-    torch.manual_seed(0)
-    model = hybrid.distributed_model(GPT(max_length=options.length))
-    optimizer = hybrid.distributed_optimizer(
-        torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
+    plain = new_model(options)
+    num_parameters = sum(parameter.numel() for parameter in plain.parameters())
+    sample = torch.zeros(max(1, options.batch // strategy.accumulate_steps), options.length, dtype=torch.long)
+    model = hybrid.distributed_model(plain, sample=sample)
+    optimizer = hybrid.distributed_optimizer(new_optimizer(model, options))
+    scheduler = new_scheduler(optimizer, options)
     sampler = hybrid.DistributedBatchSampler(train_set, options.batch, shuffle=True, drop_last=True, seed=0)
 
     directory = hybrid.resume_directory()
@@ -60,11 +70,18 @@ def main() -> None:
 
     mesh = hybrid.get_mesh()
     progress = ProgressWriter(rank=mesh.rank)
+    if mesh.rank == 0 and strategy.pipeline is not None:
+        from hybrid.demo.layout import layout_of  # the other ranks start without the planner
+
+        own = DistributedStrategy.load(os.environ[STRATEGY_VARIABLE])
+        progress.write(
+            layout_of(own, world_size=mesh.world_size, batch=options.batch, length=options.length, heads=options.heads)
+        )
     start_loss = evaluate(model, held_out_set, options.batch)
     if mesh.rank == 0:
         progress.write(
             Started(
-                num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+                num_parameters=num_parameters,
                 train_bytes=len(train_text),
                 held_out_bytes=len(held_out_text),
                 held_out_loss=start_loss,
@@ -73,13 +90,19 @@ def main() -> None:
         when = f"after step {first_step}" if first_step else "before training"
         print(f"held-out loss {when}: {start_loss:.3f} nats per byte")
 
+    losses: list[float] = []
     begun = last = time.perf_counter()
     for step in range(first_step + 1, options.steps + 1):
-        with hybrid.trace() as traffic:
+        actions = HeardActions()
+        is_watched = strategy.pipeline is not None and step > options.steps - WATCHED_STEPS
+        with hybrid.trace() as traffic, heard(actions) if is_watched else nullcontext():
             result = model.train_batch(next(batches), optimizer, lr_scheduler=scheduler, loss_fn=next_byte_loss)
         now = time.perf_counter()
+        if is_watched:
+            progress.write(actions.stepped(rank=mesh.rank, sent_bytes=sent_by_axis(traffic)))
         if mesh.rank == 0:
             done = StepDone(step=step, loss=result.loss.item(), tokens_per_second=result.tokens / (now - last))
+            losses.append(done.loss)
             progress.write(done)
             if step % 10 == 0 or step == options.steps:
                 print(f"step {step}: loss {done.loss:.3f}, {done.tokens_per_second:,.0f} tokens/s")
@@ -95,22 +118,47 @@ def main() -> None:
 
     end_loss = evaluate(model, held_out_set, options.batch)
     # Gradients live from backward to step only, so the last word on memory comes from between the two.
-    forward = MeasuredForward()
-    model.train_batch(next(batches), optimizer, forward_step=forward, step=False)
-    progress.write(memory_of(model, mesh.rank, activation_bytes=forward.kept_bytes))
+    batch = next(batches)
+    activation_bytes = accumulate(model, optimizer, batch)
+    progress.write(memory_of(model, mesh.rank, activation_bytes=activation_bytes))
+    device = mesh.device
+    hybrid.shutdown()
     if mesh.rank == 0:
         print(f"held-out loss after training: {end_loss:.3f} nats per byte")
-        assert forward.micro_batch is not None, "train_batch has called it"
+        own_inputs, own_labels = (part[: len(sample)] for part in batch)
         plain_forward = MeasuredForward()
-        plain_forward(GPT(max_length=options.length).to(mesh.device), forward.micro_batch)
-        finished = Finished(
-            held_out_loss=end_loss,
-            sent_bytes=traffic.sent_bytes(),
-            plain_activation_bytes=plain_forward.kept_bytes,
-            train_seconds=train_seconds,
+        plain_forward(new_model(options).to(device), (own_inputs, own_labels))
+        compared = min(options.compare, options.steps) if first_step == 0 else 0
+        progress.write(
+            Finished(
+                held_out_loss=end_loss,
+                sent_bytes=traffic.sent_bytes(),
+                plain_activation_bytes=plain_forward.kept_bytes,
+                train_seconds=train_seconds,
+                losses=losses[:compared],
+                plain_losses=alone(options, train_set, strategy, steps=compared) if compared else [],
+            )
         )
-        progress.write(finished)
-    hybrid.shutdown()
+
+
+def alone(
+    options: argparse.Namespace, train_set: ByteWindows, strategy: ResolvedStrategy, *, steps: int
+) -> list[float]:
+    """The losses of one process in fp32, on the batches of all ranks."""
+    torch.set_num_threads(os.cpu_count() or 1)  # the other ranks have left
+    model = new_model(options)
+    optimizer = new_optimizer(model, options)
+    clipping = strategy.gradient_clipping
+    return plain_losses(
+        model,
+        optimizer,
+        new_scheduler(optimizer, options),
+        train_set,
+        batch=options.batch * strategy.data_parallel_size,
+        steps=steps,
+        max_norm=None if clipping is None else clipping.max_norm,
+        loss_fn=next_byte_loss,
+    )
 
 
 def read_options() -> argparse.Namespace:
@@ -120,12 +168,28 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=DEMO_LENGTH, help="bytes per sequence")
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints, under --resume DIR")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="largest learning rate")
+    parser.add_argument("--heads", type=int, default=DEMO_HEADS, help="of attention, which tensor parallel shares out")
+    parser.add_argument("--compare", type=int, default=0, help="first steps that one process takes as well, at the end")
     return parser.parse_args()
 
 
-def evenly_spaced(windows: ByteWindows) -> Subset[Batch]:
-    """A few windows from all over the held-out text."""
-    num_kept = min(NUM_HELD_OUT_WINDOWS, len(windows))
+def new_model(options: argparse.Namespace) -> GPT:
+    """With the same weights on every rank and in every run."""
+    torch.manual_seed(0)
+    return GPT(max_length=options.length, num_heads=options.heads)
+
+
+def new_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def new_scheduler(optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, options.steps))
+
+
+def evenly_spaced(windows: ByteWindows, *, multiple: int) -> Subset[Batch]:
+    """A few windows from all over the held-out text, in whole batches of `multiple`."""
+    num_kept = min(max(1, NUM_HELD_OUT_WINDOWS // multiple) * multiple, len(windows))
     return Subset(windows, [index * len(windows) // num_kept for index in range(num_kept)])
 
 
@@ -162,53 +226,31 @@ def lr_factor(step: int, num_steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
-class KeptMemory(shims.TorchDispatchMode):
-    """Notes the memory that operations inside it take; `num_bytes` is how much of it is held still.
-
-    Around a forward: what it keeps for backward. torch's hooks for saved tensors would not show what selective
-    recompute holds by itself. Parameters do not count: they were there before.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._taken: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            if StorageWeakRef(storage) not in given:  # else a view, or written in place
-                self._taken[StorageWeakRef(storage)] = storage.nbytes()
-        return result
-
-    def num_bytes(self) -> int:
-        return sum(size for storage, size in self._taken.items() if not storage.expired())
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-
-
 class MeasuredForward:
     """Computes the loss of a micro-batch, as a `forward_step`, and counts what that keeps for backward."""
 
     def __init__(self) -> None:
         self.kept_bytes = 0
-        self.micro_batch: Batch | None = None
 
     def __call__(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-        inputs, labels = self.micro_batch = micro_batch
+        inputs, labels = micro_batch
         with KeptMemory() as memory:
             loss = next_byte_loss(model(inputs), labels)
         self.kept_bytes = max(self.kept_bytes, memory.num_bytes())
         return loss
+
+
+def accumulate(model: DistributedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> int:
+    """Forward and backward without a step; bytes that this rank keeps for backward where it keeps most."""
+    stages = model.hybrid_runtime.stages
+    if stages is None:
+        forward = MeasuredForward()
+        model.train_batch(batch, optimizer, forward_step=forward, step=False)
+        return forward.kept_bytes
+    kept = KeptByForwards()
+    with heard(kept):
+        model.train_batch(batch, optimizer, loss_fn=next_byte_loss, step=False)
+    return kept.kept_bytes * stages.runner.peak_in_flight
 
 
 def memory_of(model: DistributedModel, rank: int, *, activation_bytes: int | None = None) -> Memory:

@@ -15,7 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 80
 UNDER_TORCHRUN = "train_gpt"
 # Alone and under `hybrid run` in tests of their own: test_finetune_example.py, and below.
-RUN_ELSEWHERE = ("finetune_hf", "resume")
+RUN_ELSEWHERE = ("finetune_hf", "hf_3d", "resume")
 
 
 def name_of(path: Path) -> str:

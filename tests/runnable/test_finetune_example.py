@@ -1,4 +1,4 @@
-"""`examples/finetune_hf.py` reaches the same model alone and with all state cut over two ranks."""
+"""The examples with models of transformers reach the same model alone and cut over ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from tests.runnable.command import ROOT, environment, hybrid, run_script
 
 EXAMPLE = ROOT / "examples" / "finetune_hf.py"
+LLAMA = ROOT / "examples" / "hf_3d.py"
 ARGUMENTS = ["--steps", "24"]
 
 
@@ -61,3 +62,19 @@ def test_alone_and_on_two_ranks_at_stage_3(tmp_path: Path) -> None:
     )
     for what in ("parameters", "optimizer_state"):
         assert sizes_cut[what] == pytest.approx(sizes[what] / 2, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.full)])
+def test_llama_in_3d_and_its_files(num_ranks: int, tmp_path: Path) -> None:
+    """An unmodified Llama over pp 2 × tp 2 (× dp 2): the losses of one process, also after `from_pretrained`."""
+    whole, cut = (run_script(LLAMA, "--steps", "6", cwd=tmp_path, num_ranks=ranks) for ranks in (1, num_ranks))
+    assert "newly initialized" not in whole.stderr + cut.stderr  # every weight is in the files
+    found = [[float(loss) for loss in re.findall(r"(?:loss|process) ([\d.]+)", done.stdout)] for done in (whole, cut)]
+    assert len(found[0]) == 3
+    # Four digits are printed; float32 adds up in another order in each of six steps of AdamW.
+    assert found[1] == pytest.approx(found[0], abs=5e-4)
+    for trained, loaded in (losses[1:] for losses in found):
+        assert loaded == pytest.approx(trained, abs=1.5e-4)  # a unit of the last digit
+    assert found[0][1] < 4.5  # 5.5 is chance
