@@ -72,7 +72,7 @@ class Sleeper(nn.Module):
 
 def measure_bubbles(micro_batches: int, *, steps: int) -> None:
     """Print, for each schedule, the idle part of a step over all ranks. *Collective.*"""
-    rows = [_measure(name, micro_batches, steps) for name in ("gpipe", "1f1b", "interleaved", "zb-h1")]
+    rows = [_measure(name, micro_batches, steps) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")]
     if dist.get_rank() != 0:
         return
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
@@ -87,7 +87,7 @@ def measure_bubbles(micro_batches: int, *, steps: int) -> None:
 
 
 def _measure(name: str, micro_batches: int, steps: int) -> dict[str, Any]:
-    num_ranks, virtual = dist.get_world_size(), 2 if name == "interleaved" else 1
+    num_ranks, virtual = dist.get_world_size(), 2 if name in {"interleaved", "zbv"} else 1
     strategy: Any = hybrid.DistributedStrategy()
     strategy.pipeline = True
     strategy.pipeline_configs = {

@@ -38,7 +38,7 @@ def schedule(
         ),
     ] = None,
     virtual_stages: Annotated[
-        int | None, typer.Option("--virtual-stages", help="Chunks of the model on each rank.  [default: 1]")
+        int | None, typer.Option("--virtual-stages", help="Chunks of the model on each rank.  [default: 1; zbv: 2]")
     ] = None,
     forward: Annotated[
         str,
@@ -77,6 +77,7 @@ def schedule(
       hybrid schedule --stages 4 --micro-batches 8
       hybrid schedule --stages 4 --micro-batches 8 --schedule gpipe
       hybrid schedule --stages 4 --micro-batches 8 --schedule interleaved --virtual-stages 2
+      hybrid schedule --stages 4 --micro-batches 8 --schedule zbv
       hybrid schedule --stages 4 --micro-batches 8 --forward 1,1,1,1.5 --backward 2,2,2,3 --transfer 0.1
       hybrid schedule --stages 8 --micro-batches 32 --schedule zb-h1 --html schedule.html
       hybrid schedule --stages 2 --micro-batches 4 --csv > mine.csv
@@ -84,7 +85,8 @@ def schedule(
 
     \b
     Actions: F forward, B backward (or, split: I gradients of inputs, W gradients of weights).
-    F2.0 is the forward of chunk 2 for micro-batch 0; chunk c lives on rank c modulo the number of stages.
+    F2.0 is the forward of chunk 2 for micro-batch 0; chunk c lives on rank c modulo the number of
+    stages, under zbv in a V (chunks r and 2·stages-1-r on rank r).
     """
     outputs = [flag for flag, on in (("--json", json_output), ("--csv", csv_output), ("--text", text_output)) if on]
     if len(outputs) > 1:
@@ -128,7 +130,7 @@ def _chosen(
             DEFAULT_SCHEDULE if name is None else name,
             num_stages=stages,
             num_micro_batches=micro_batches,
-            virtual_stages=1 if virtual_stages is None else virtual_stages,
+            virtual_stages=virtual_stages,
         )
     found = read_schedule(file)
     pairs = (

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,18 +31,22 @@ from hybrid import shims
 from hybrid.collectives import trace
 from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
 from hybrid.collectives.channel import receive, send
+from hybrid.collectives.dry import BACKEND as DRY
+from hybrid.collectives.dry import DryStream
 from hybrid.collectives.group import Group
 from hybrid.collectives.ops import Sending, get_interposer
 from hybrid.collectives.ranges import waiting
 from hybrid.errors import CollectiveError, ModelError
 
-__all__ = ["Stream"]
+__all__ = ["AnyStream", "Stream", "as_sent", "open_stream"]
 
 _HEADER_TAG, _REST_TAG, _DATA_TAG = 1, 2, 3
 _SLOT_BYTES = 4096
 _HEAD = struct.Struct("<2q")  # length of what follows, epoch
 # Small enough to be part of the header's message: fewer messages for labels, masks and numbers.
 _INLINE_BYTES = 1024
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +72,15 @@ class _Sent:
 
 
 class _Description(pickle.Pickler):
-    """Pickles what comes beside the tensors. What is in an object of any class goes along as values."""
+    """Pickles what comes beside the tensors. What is in an object of any class goes along as values.
 
-    def __init__(self, file: io.BytesIO) -> None:
+    Args:
+        to: where it goes, for messages.
+    """
+
+    def __init__(self, file: io.BytesIO, *, to: str) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._to = to
         self._within = "an object that is no tuple, list or dict"
 
     def reducer_override(self, obj: Any) -> Any:
@@ -89,10 +98,37 @@ class _Description(pickle.Pickler):
         what = f"a tensor of shape {tuple(tensor.shape)} inside {self._within}"
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ModelError(
-                f"{what} goes on to another rank and has a gradient, which cannot come back from inside there: {way}"
+                f"{what} goes on to {self._to} and has a gradient, which cannot come back from inside there: {way}"
             )
         if tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise ModelError(f"{what} goes on to another rank, and its memory is not here (ZeRO stage 3): {way}")
+            raise ModelError(f"{what} goes on to {self._to}, and its memory is not here (ZeRO stage 3): {way}")
+
+
+def as_sent(description: _T, *, to: str) -> _T:
+    """What would arrive of it elsewhere.
+
+    Args:
+        description: anything that pickles, beside the tensors of a message.
+        to: where it goes, for messages.
+
+    Raises:
+        ModelError: it cannot be sent as it is.
+    """
+    return cast(_T, pickle.loads(_pickled(description, to=to)))
+
+
+def _pickled(value: Any, *, to: str) -> bytes:
+    file = io.BytesIO()
+    try:
+        _Description(file, to=to).dump(value)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"a value that goes on to {to} cannot be sent: {error}; let the layers pass tensors, "
+            "numbers and None, in dicts, lists, tuples or dataclasses of a module"
+        ) from error
+    return file.getvalue()
 
 
 class Stream:
@@ -149,17 +185,7 @@ class Stream:
             raw = (flat.cpu().view(torch.uint8).numpy().tobytes() if flat.numel() else b"") if small else None
             leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, raw))
             (buffers if raw is None else inside).append(flat)
-        file = io.BytesIO()
-        try:
-            _Description(file).dump((key, description, leaves))
-        except ModelError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"a value that goes on to rank {self.peer_rank} cannot be sent: {error}; let the layers pass tensors, "
-                "numbers and None, in dicts, lists, tuples or dataclasses of a module"
-            ) from error
-        body = file.getvalue()
+        body = _pickled((key, description, leaves), to=f"rank {self.peer_rank}")
         head = body[: _SLOT_BYTES - _HEAD.size]
         raw_slot = bytearray(_SLOT_BYTES)
         _HEAD.pack_into(raw_slot, 0, len(body), self._epoch)
@@ -305,3 +331,13 @@ class Stream:
             f"rank {rank}: {what} rank {self.peer_rank} over {self._group.axis} failed (timeout {seconds:g} s): "
             f"{why} ({text})\nThe last collectives of rank {rank}, oldest first:\n{describe_history()}"
         )
+
+
+AnyStream: TypeAlias = Stream | DryStream
+
+
+def open_stream(group: Group, *, headers: Group, peer: int, device: torch.device) -> AnyStream:
+    """The stream to a peer of this group; arguments as `Stream` takes them."""
+    if group.backend == DRY:
+        return DryStream(group, peer=peer)
+    return Stream(group, headers=headers, peer=peer, device=device)

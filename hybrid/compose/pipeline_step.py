@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -82,7 +82,7 @@ def train_pipeline(
         # Only the last stage has a loss; the others' scaler must know its scale as well.
         scaler.scale(torch.zeros((), device=runtime.engine.device))
     try:
-        with _batch(runtime, lambda micro_batch: pairs[micro_batch][0]):
+        with _batch(runtime, [inputs for inputs, _ in pairs]):
             stages.runner.run(
                 schedule.actions[stages.staged.stage] if schedule is not None else (),
                 inputs=lambda micro_batch: pairs[micro_batch][0],
@@ -98,9 +98,18 @@ def train_pipeline(
 
 
 def evaluate_pipeline(
-    runtime: Runtime, pieces: Sequence[Any], loss_fn: LossFunction | None, totals: torch.Tensor
+    runtime: Runtime,
+    pieces: Sequence[Any],
+    loss_fn: LossFunction | None,
+    totals: torch.Tensor,
+    *,
+    note: Callable[[Any, Any], None] = lambda output, labels: None,
 ) -> None:
-    """Forward of all micro-batches; the last stage adds to `totals`."""
+    """Forward of all micro-batches; the last stage adds to `totals`.
+
+    Args:
+        note: is told there of each output, and of its labels (of a dict, of all that is in it).
+    """
     stages = runtime.stages
     assert stages is not None
     stages.runner.begin()
@@ -108,6 +117,8 @@ def evaluate_pipeline(
     pairs, loss_fn = _pairs(runtime, pieces, loss_fn)
 
     def loss(micro_batch: int, output: Any) -> torch.Tensor:
+        piece = pieces[micro_batch]
+        note(output, piece if isinstance(piece, Mapping) else pairs[micro_batch][1])
         loss = loss_fn(output, pairs[micro_batch][1])
         return add_loss(loss, pieces[micro_batch], totals, runtime.strategy.loss_reduction)
 
@@ -116,15 +127,21 @@ def evaluate_pipeline(
         for micro_batch in range(len(pieces))
         for chunk in stages.staged.chunks_here()
     ]
-    with _batch(runtime, lambda micro_batch: pairs[micro_batch][0]):
+    # So that no rank waits for a micro-batch to come round to its next chunk while others could go through. What a
+    # forward reads stands before it in this order, on whatever rank: nobody waits for ever.
+    num_here = len(stages.staged.chunks_here())
+    actions.sort(key=lambda action: action.chunk + num_here * action.micro_batch)
+    with _batch(runtime, [inputs for inputs, _ in pairs]):
         stages.runner.evaluate(actions, inputs=lambda micro_batch: pairs[micro_batch][0], loss=loss)
 
 
-def _batch(runtime: Runtime, inputs: Callable[[int], Any]) -> AbstractContextManager[None]:
+def _batch(runtime: Runtime, inputs: Sequence[Any]) -> AbstractContextManager[None]:
     """For a model that is cut by its own forward, which every chunk calls with the inputs."""
     assert runtime.stages is not None
     staged = runtime.stages.staged
-    return staged.batch(inputs, seed=draw_seed(runtime.mesh)) if isinstance(staged, OwnForwardModel) else nullcontext()
+    if not isinstance(staged, OwnForwardModel):
+        return nullcontext()
+    return staged.batch(inputs.__getitem__, num_micro_batches=len(inputs), seed=draw_seed(runtime.mesh))
 
 
 def _pairs(

@@ -14,7 +14,7 @@ from torch import nn
 from hybrid.compose.compiling import check_compiled, is_inside
 from hybrid.compose.own_forward import check_held, check_own_units
 from hybrid.compose.pipeline import PlannedStages, Stages
-from hybrid.contracts.stage_split import chunk_rank
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank
 from hybrid.errors import ModelError
 from hybrid.precision.casting import check_buffers_to_cast, compute_dtypes
 from hybrid.recompute import choose_units
@@ -59,12 +59,13 @@ def check_whole(model: nn.Module, resolved: ResolvedStrategy, planned: PlannedSt
         compiled=resolved.compile,
         zero_stage=resolved.zero_stage,
     )
-    if resolved.pipeline is not None and planned is not None and planned.own_forward is not None:
+    pipeline = resolved.pipeline
+    if pipeline is not None and planned is not None and planned.own_forward is not None:
         check_own_units(planned.own_forward, chosen.recomputed, setting="recompute")
         check_own_units(planned.own_forward, chosen.compiled, setting="compile")
-        check_held(model, planned.own_forward, num_stages=resolved.pipeline.degree)
-    elif resolved.pipeline is not None and planned is not None:
-        check_stages(model, planned.chunks, num_stages=resolved.pipeline.degree)
+        check_held(model, planned.own_forward, num_stages=pipeline.degree, placement=pipeline.placement)
+    elif pipeline is not None and planned is not None:
+        check_stages(model, planned.chunks, num_stages=pipeline.degree, placement=pipeline.placement)
     return chosen
 
 
@@ -125,13 +126,20 @@ def _check_grad_dtype(
         )
 
 
-def check_stages(model: nn.Module, chunks: Sequence[range], *, num_stages: int) -> None:
+def check_stages(
+    model: nn.Module,
+    chunks: Sequence[range],
+    *,
+    num_stages: int,
+    placement: ChunkPlacement = ChunkPlacement.ROUND,
+) -> None:
     """That every state of a chain of layers is that of one stage, or a parameter that several stages tie.
 
     Args:
         model: with all of its layers.
         chunks: the layers of each chunk.
         num_stages: degree of the pipeline.
+        placement: of chunks on stages.
 
     Raises:
         ModelError: a parameter outside the layers; a buffer of layers on several stages, or memory of parameters there.
@@ -145,7 +153,9 @@ def check_stages(model: nn.Module, chunks: Sequence[range], *, num_stages: int) 
             "stage of a pipeline would hold and train it: put it into the layer that uses it, or set "
             "pipeline_configs.degree = 1"
         )
-    stage_of = {layers[index]: chunk_rank(chunk, num_stages) for chunk, held in enumerate(chunks) for index in held}
+    stage_of = {
+        layers[index]: chunk_rank(chunk, num_stages, placement) for chunk, held in enumerate(chunks) for index in held
+    }
     _check_buffers(model, stage_of)
     _check_memory(model, stage_of)
 

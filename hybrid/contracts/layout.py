@@ -116,11 +116,12 @@ class Layout:
         """
         varied = self._varied(axes)
         start = self.coordinate(rank)
-        places = []
+        ranks = [0]
         for axis in self.axes:
             own = start[axis.name]
-            places.append(next(block for block in varied.get(axis.name, ((own,),)) if own in block))
-        return tuple(self.rank_of(**dict(zip(self.axis_names, place, strict=True))) for place in product(*places))
+            places = next(block for block in varied.get(axis.name, ((own,),)) if own in block)
+            ranks = [before * axis.size + place for before in ranks for place in places]
+        return tuple(ranks)
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`: each rank is in exactly one; ordered by their lowest rank."""

@@ -3,9 +3,9 @@
 This is the only place that knows what a schedule is. The runner executes the lists, `schedule_timing` and the planner
 time them, `schedule_check` proves them complete and free of deadlock, `hybrid schedule` draws them.
 
-A model is cut into `num_stages · virtual_stages` chunks, numbered along the model. Chunk c lives on pipeline rank
-c mod num_stages (`chunk_rank`), so a micro-batch goes round the ranks `virtual_stages` times. An action is one kind of
-work on one chunk for one micro-batch, written `F2.0`: kind F, chunk 2, micro-batch 0.
+A model is cut into `num_stages · virtual_stages` chunks, numbered along the model, which lie on the ranks as
+`chunk_placement` says: chunk c on rank c mod num_stages, or in a V. An action is one kind of work on one chunk for one
+micro-batch, written `F2.0`: kind F, chunk 2, micro-batch 0.
 
     F  forward                        reads F of the chunk before
     B  whole backward                 reads F of its own chunk and the gradient (B or I) of the chunk after
@@ -28,10 +28,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
+from hybrid.contracts.chunk_placement import ChunkPlacement, best_placement, chunk_rank, chunks_on
 from hybrid.errors import StrategyError
 
 __all__ = [
@@ -39,13 +40,13 @@ __all__ = [
     "Action",
     "ActionKind",
     "Schedule",
-    "chunk_rank",
     "dependencies",
     "fewer_micro_batches",
     "forward_only",
     "in_flight",
     "make_schedule",
     "max_in_flight",
+    "usual_virtual_stages",
 ]
 
 
@@ -93,6 +94,8 @@ class Schedule:
     num_micro_batches: int
     virtual_stages: int = 1
     actions: tuple[tuple[Action, ...], ...]
+    placement: ChunkPlacement = field(init=False, compare=False)
+    """Read from the actions: of those known, the one that fits them best."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(tuple(order) for order in self.actions))
@@ -106,6 +109,8 @@ class Schedule:
             )
         if problems:
             raise StrategyError(problems)
+        listed = Counter((rank, action.chunk) for rank, order in enumerate(self.actions) for action in order)
+        object.__setattr__(self, "placement", best_placement(listed, self.num_stages))
 
     @property
     def num_chunks(self) -> int:
@@ -119,23 +124,20 @@ class Schedule:
 
     def rank_of(self, chunk: int) -> int:
         """The pipeline rank that holds the chunk."""
-        return chunk_rank(chunk, self.num_stages)
+        return chunk_rank(chunk, self.num_stages, self.placement)
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """The chunks that the rank holds, in the order of the model."""
-        return tuple(range(rank, self.num_chunks, self.num_stages))
-
-
-def chunk_rank(chunk: int, num_stages: int) -> int:
-    """The pipeline rank of a chunk: chunk c of the model lives on rank c mod num_stages."""
-    return chunk % num_stages
+        return chunks_on(rank, self.num_stages, self.num_chunks, self.placement)
 
 
 # ---------------------------------------------------------------- making
 
 
-def make_schedule(name: str, *, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+def make_schedule(name: str, *, num_stages: int, num_micro_batches: int, virtual_stages: int | None = None) -> Schedule:
     """The action lists of a schedule with a name; a StrategyError with all reasons where there are none.
+
+    `virtual_stages` is `usual_virtual_stages(name)` where it is not given.
 
     - gpipe (arXiv 1811.06965): all forwards, then all backwards. Keeps every micro-batch.
     - 1f1b (arXiv 2006.09503, flushed at the end of the step): keeps at most num_stages - rank micro-batches.
@@ -143,12 +145,15 @@ def make_schedule(name: str, *, num_stages: int, num_micro_batches: int, virtual
       the bubble shrinks by virtual_stages, at the price of that many times the transfers and more micro-batches kept.
     - zb-h1 (arXiv 2401.10241 §2.1): 1f1b with the backward split; every rank keeps as much as the first of 1f1b, and
       fills with W what a rank of 1f1b waits in the end: a third of the bubble where F, I and W take the same time.
+    - zbv (ZB-V, arXiv 2401.10241 §6): two chunks per rank, in a V, and the backward split; every rank keeps as much as
+      the first of 1f1b, and a sixth of its bubble is left where F, I and W take the same time.
     """
+    virtual_stages = usual_virtual_stages(name) if virtual_stages is None else virtual_stages
     problems = _size_problems(num_stages, num_micro_batches, virtual_stages)
     if name not in SCHEDULE_NAMES:
         problems.append(f"schedule {name!r}: expected one of {', '.join(SCHEDULE_NAMES)}")
     if not problems:
-        problems += _interleaving_problems(name, num_stages, num_micro_batches, virtual_stages)
+        problems += _chunk_problems(name, num_stages, num_micro_batches, virtual_stages)
     if problems:
         raise StrategyError(problems)
     make = _ORDERS[name]
@@ -159,6 +164,11 @@ def make_schedule(name: str, *, num_stages: int, num_micro_batches: int, virtual
         virtual_stages=virtual_stages,
         actions=tuple(make(rank, num_stages, num_micro_batches, virtual_stages) for rank in range(num_stages)),
     )
+
+
+def usual_virtual_stages(name: str) -> int:
+    """Chunks per rank of a schedule with this name where nobody says how many."""
+    return 2 if name == "zbv" else 1
 
 
 def fewer_micro_batches(schedule: Schedule, num_micro_batches: int) -> Schedule:
@@ -212,6 +222,34 @@ def _zero_bubble_h1(rank: int, num_stages: int, num_micro_batches: int, virtual_
     return (*order, *(action(ActionKind.W, num_micro_batches - left) for left in range(num_left, 0, -1)))
 
 
+def _zero_bubble_v(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> tuple[Action, ...]:
+    """Chunk `rank` on the way down the V, chunk 2p-1-rank on the way up."""
+    chunks = {"d": rank, "u": 2 * num_stages - 1 - rank}
+    left = num_stages - rank
+    # Fewer than fill all ranks are the first ones of so many: whatever they wait for is there.
+    num_filling = max(num_micro_batches, 2 * num_stages - 1)
+    parts = (
+        (2 * left - 1, "Fd"),  # until the first one has been down to the last rank and is back
+        (rank, "Fu Fd"),
+        (left, "Fu Iu Wu"),  # until its gradients have been up
+        (num_filling - num_stages - left + 1, "Fd Id Wd Fu Iu Wu"),
+        (left - 1, "Id Wd Fu Iu Wu"),
+        (rank, "Iu Id"),  # W waits now, so that nobody waits for it
+        (left, "Id Wd"),
+        (rank, "Wu"),
+        (rank, "Wd"),
+    )
+    done: Counter[str] = Counter()
+    order = []
+    for repeats, words in parts:
+        for word in words.split() * repeats:
+            if done[word] < num_micro_batches:
+                kind = ActionKind(word[0])
+                order.append(Action(kind=kind, chunk=chunks[word[1]], micro_batch=done[word]))
+            done[word] += 1
+    return tuple(order)
+
+
 def _alternating(
     rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int, *, num_warmup: int
 ) -> tuple[Action, ...]:
@@ -249,6 +287,7 @@ _ORDERS: Mapping[str, Callable[[int, int, int, int], tuple[Action, ...]]] = Mapp
         "1f1b": _one_forward_one_backward,
         "interleaved": _interleaved,
         "zb-h1": _zero_bubble_h1,
+        "zbv": _zero_bubble_v,
     }
 )
 
@@ -265,7 +304,13 @@ def _size_problems(num_stages: int, num_micro_batches: int, virtual_stages: int)
     ]
 
 
-def _interleaving_problems(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[str]:
+def _chunk_problems(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> list[str]:
+    if name == "zbv":
+        wrong = [
+            f"schedule 'zbv' has two chunks per rank, one on each leg of its V, but virtual_stages = {virtual_stages}; "
+            f"leave it out, or use virtual_stages = 2"
+        ]
+        return wrong if virtual_stages != 2 else []
     if name != "interleaved":
         if virtual_stages == 1:
             return []

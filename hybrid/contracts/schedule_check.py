@@ -14,8 +14,9 @@ that needs it. How long a send holds up what comes after it is the transport's d
                 (the receive of the next action is posted beside them)
 
 What is free of deadlock under any of them is so under BUFFERED, and under all but BUFFERED it is so under CHANNEL.
-`gpipe` and `1f1b` are free under all five; `interleaved` is under BUFFERED and CHANNEL only: with PAIR it stops on two
-stages, with DIRECTION on any number, with BLOCKING as soon as there are more micro-batches than stages.
+`gpipe`, `1f1b` and `zb-h1` are free under all five. `interleaved` is under BUFFERED and CHANNEL only: with PAIR it
+stops on two stages, with DIRECTION on any number, with BLOCKING as soon as there are more micro-batches than stages.
+So is `zbv`, which stops with those three from two micro-batches on.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _completeness_problems(schedule: Schedule, *, is_training: bool) -> Iterator
             for rank in sorted({rank for rank, _ in found} - {home}):
                 yield (
                     f"{action} stands on rank {rank}, but chunk {action.chunk} belongs to rank {home} "
-                    f"(chunk modulo {schedule.num_stages} stages)"
+                    f"({schedule.placement.rule(schedule.num_stages)})"
                 )
         if not is_training and action.kind is not ActionKind.F:
             yield f"{action} is a backward in a schedule of forwards"

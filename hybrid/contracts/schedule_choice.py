@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from hybrid.contracts.chunk_placement import ChunkPlacement
 from hybrid.contracts.schedule import Schedule, make_schedule
 from hybrid.contracts.schedule_check import check_schedule
 from hybrid.contracts.schedule_text import from_csv, from_text
 from hybrid.errors import StrategyError
 
-__all__ = ["choose_schedule", "is_written_out", "read_schedule", "schedule_name"]
+__all__ = ["choose_schedule", "is_written_out", "read_schedule", "schedule_name", "schedule_placement"]
 
 
 def is_written_out(setting: str) -> bool:
@@ -25,6 +26,13 @@ def is_written_out(setting: str) -> bool:
 def schedule_name(setting: str) -> str:
     """For people: one word."""
     return from_text(setting).name if is_written_out(setting) else setting
+
+
+def schedule_placement(setting: str) -> ChunkPlacement:
+    """How its chunks lie on the ranks, for any number of micro-batches."""
+    if is_written_out(setting):
+        return from_text(setting).placement
+    return ChunkPlacement.V if setting == "zbv" else ChunkPlacement.ROUND
 
 
 def read_schedule(path: Path) -> Schedule:

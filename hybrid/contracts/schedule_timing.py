@@ -10,6 +10,7 @@ rank; bubble as the fraction of the step in which a rank is idle):
     gpipe, 1f1b   (p-1) / (m+p-1)      arXiv 1811.06965 §2.3, arXiv 2104.04473 §2.2.1 (there over the ideal time)
     interleaved   (p-1) / (v·m+p-1)    arXiv 2104.04473 §2.2.2, as above
     zb-h1         (p-1) / (3·m+p-1)    arXiv 2401.10241 table 2, for F = I = W and m ≥ p
+    zbv           (p-1) / (6·m+p-1)    arXiv 2401.10241 §6, for F = I = W and m ≥ 2·p-1
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def closed_form(schedule: Schedule) -> ClosedForm | None:
     """The closed forms of a schedule that `make_schedule` makes; None for any other, and where there is none.
 
     In flight: gpipe m; 1f1b min(p-r, m); interleaved the warm-up of Megatron-LM and one more, min(2(p-r-1)+(v-1)p+1,
-    v·m), in chunks of 1/v of a stage (at rank 0 and m large: 1+(p-1)/(p·v) times those of 1f1b); zb-h1 p.
+    v·m), in chunks of 1/v of a stage (at rank 0 and m large: 1+(p-1)/(p·v) times those of 1f1b); zb-h1 p;
+    zbv 2p, in halves of a stage.
     """
     p, m, v = schedule.num_stages, schedule.num_micro_batches, schedule.virtual_stages
     try:
@@ -225,6 +227,15 @@ def closed_form(schedule: Schedule) -> ClosedForm | None:
                 bubble_formula="(p-1)/(3·m+p-1)",
                 in_flight=(p,) * p,
                 in_flight_formula="p",
+            )
+        case "zbv":
+            if m < 2 * p - 1:
+                return None
+            return ClosedForm(
+                bubble_fraction=(p - 1) / (6 * m + p - 1),
+                bubble_formula="(p-1)/(6·m+p-1)",
+                in_flight=(2 * p,) * p,
+                in_flight_formula="2p",
             )
         case _:
             in_flight = [min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m) for rank in range(p)]

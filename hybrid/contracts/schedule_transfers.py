@@ -54,8 +54,10 @@ def _action_transfers(action: Action, schedule: Schedule) -> ActionTransfers:
     step, payload = (1, Payload.ACTIVATION) if action.kind is ActionKind.F else (-1, Payload.GRADIENT)
 
     def message(source: int, target: int) -> Transfer | None:
+        if min(source, target) < 0 or max(source, target) >= schedule.num_chunks:
+            return None
         source_rank, target_rank = schedule.rank_of(source), schedule.rank_of(target)
-        if source_rank == target_rank or min(source, target) < 0 or max(source, target) >= schedule.num_chunks:
+        if source_rank == target_rank:
             return None
         return Transfer(
             payload=payload,

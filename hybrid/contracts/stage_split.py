@@ -1,7 +1,7 @@
 """Which layers form which pipeline chunk: contiguous ranges, every layer exactly once and in order, no chunk empty.
 
     10 layers in 4 chunks     0 1 2 | 3 4 5 | 6 7 | 8 9         split_evenly
-    chunk c runs on stage     c modulo num_stages               chunk_rank
+    which rank runs a chunk                                     chunk_placement
 
 Chunks that cannot all be alike are longest first: the last one usually has the loss to compute as well.
 """
@@ -20,7 +20,6 @@ from hybrid.errors import StrategyError
 __all__ = [
     "LayerCost",
     "LayerCosts",
-    "chunk_rank",
     "split_by_costs",
     "split_by_counts",
     "split_by_marks",
@@ -66,13 +65,6 @@ class LayerCosts:
         if not self.is_measured:
             return tuple(layer.num_parameters for layer in self.layers)
         return tuple((layer.forward_flops or 0) + _FLOPS_PER_PARAMETER * layer.num_parameters for layer in self.layers)
-
-
-def chunk_rank(chunk: int, num_stages: int) -> int:
-    """The stage that runs this chunk: chunks go round the stages, so `virtual_stages` of them fall to each."""
-    if num_stages < 1 or chunk < 0:
-        raise ValueError(f"chunk {chunk} of {num_stages} stages: the chunk must be at least 0, num_stages at least 1")
-    return chunk % num_stages
 
 
 def split_evenly(num_layers: int, num_chunks: int) -> tuple[range, ...]:

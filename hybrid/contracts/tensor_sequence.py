@@ -12,7 +12,7 @@ from hybrid.contracts.tensor_plan import ModuleRule
 
 __all__ = ["SequenceLayout", "cross_attention", "find_blocks", "sequence_layout"]
 
-_CONTAINERS = ("ModuleList", "Sequential")
+_CONTAINERS = ("ModuleList", "Sequential", "PipelineLayer")
 _CUTTING = ("colwise", "rowwise", "attention")
 _CROSS = (
     "EncDecAttention",

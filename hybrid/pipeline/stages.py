@@ -1,8 +1,7 @@
 """Which layers a rank of a pipeline holds, and how the model computes with them alone.
 
 The model stays the same object, with the names it had: a layer of another stage becomes an `Elsewhere`, which holds
-nothing. What one stage computes is one or more *chunks*, runs of neighbouring layers; chunk c is on stage c modulo
-the number of stages.
+nothing. What one stage computes is one or more *chunks*, runs of neighbouring layers.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank, chunks_on
 from hybrid.errors import ModelError
 from hybrid.pipeline.boundary import check_tensors, memories_of, with_own_memory
 from hybrid.pipeline.root_hooks import keep_to_the_ends
@@ -43,6 +43,7 @@ class StagedModel:
         names: names of all layers, in order.
         chunks: the layers of each chunk, all of them once.
         num_stages, stage: of the pipeline; this rank's.
+        placement: of chunks on stages.
         call: (index of a layer, value) -> output.
     """
 
@@ -54,11 +55,13 @@ class StagedModel:
         *,
         num_stages: int,
         stage: int,
+        placement: ChunkPlacement = ChunkPlacement.ROUND,
         call: Callable[[int, Any], Any],
     ) -> None:
         self._model = model
         self.chunks = tuple(chunks)
         self.num_stages, self.stage = num_stages, stage
+        self.placement = placement
         self.names = tuple(names)
         self._call = call
         self._chunk_of = {index: chunk for chunk, layers in enumerate(chunks) for index in layers}
@@ -72,7 +75,7 @@ class StagedModel:
 
     def stage_of(self, fqn: str) -> int:
         """The stage that holds what has this name."""
-        return self.chunk_of(fqn) % self.num_stages
+        return chunk_rank(self.chunk_of(fqn), self.num_stages, self.placement)
 
     def chunk_of(self, fqn: str) -> int:
         """The chunk that holds what has this name."""
@@ -81,14 +84,18 @@ class StagedModel:
     def own_chunks_of(self, fqn: str) -> tuple[int, ...]:
         """The chunks of this stage that hold what has this name."""
         chunk = self.chunk_of(fqn)
-        return (chunk,) if chunk % self.num_stages == self.stage else ()
+        return (chunk,) if self.is_here(fqn) else ()
 
     def is_here(self, fqn: str) -> bool:
         return self.stage_of(fqn) == self.stage
 
     def chunks_here(self) -> tuple[int, ...]:
         """The chunks on this stage."""
-        return tuple(range(self.stage, self.num_chunks, self.num_stages))
+        return chunks_on(self.stage, self.num_stages, self.num_chunks, self.placement)
+
+    def chunk_names(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the layers of each chunk."""
+        return tuple(tuple(self.names[index] for index in layers) for layers in self.chunks)
 
     def names_here(self) -> list[str]:
         """Names of the layers on this stage."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid.contracts.layout import Axis, Layout
+from hybrid.contracts.schedule import usual_virtual_stages
 from hybrid.contracts.schedule_choice import choose_schedule
 from hybrid.errors import StrategyError
 from hybrid.strategy.availability import not_available
@@ -83,6 +84,7 @@ def work_out(strategy: DistributedStrategy, world_size: int | None) -> WorkedOut
     order, order_problems = read_order(choices["order"], choices)
     found.problems.extend(order_problems)
     choices["grad_reduce"] = _settle_grad_reduce(choices)
+    choices["virtual_stages"] = _settle_virtual_stages(choices)
 
     layout: Layout | None = None
     data_parallel_size: int | None = None
@@ -175,6 +177,15 @@ def _settle_grad_reduce(choices: Mapping[str, Choice]) -> Choice:
     asked = f" ({choice.where} = 'auto')" if choice.given else ""
     value = "every_micro_batch" if stage >= 2 else "last_micro_batch"
     return replace(choice, value=value, origin="derived", why=f"zero_stage {stage}{asked}")
+
+
+def _settle_virtual_stages(choices: Mapping[str, Choice]) -> Choice:
+    """Of a schedule that has them fixed."""
+    choice, schedule = choices["virtual_stages"], choices["schedule"]
+    usual = usual_virtual_stages(schedule.value)
+    if choice.given or choice.value == usual:
+        return choice
+    return replace(choice, value=usual, origin="derived", why=f"schedule {schedule.value!r}")
 
 
 def _clipping(strategy: DistributedStrategy) -> GradientClipping | None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybrid.contracts.chunk_placement import ChunkPlacement
 from hybrid.contracts.layout import Layout
 from hybrid.contracts.schedule import Schedule
-from hybrid.contracts.schedule_choice import choose_schedule, schedule_name
+from hybrid.contracts.schedule_choice import choose_schedule, schedule_name, schedule_placement
 from hybrid.units import format_bytes, format_seconds
 
 __all__ = [
@@ -139,6 +140,11 @@ class PipelineSettings:
         split = "auto" if self.split is None else self.split
         shown = split if isinstance(split, str) else ", ".join(map(str, split))
         return f"{self.degree} stages{chunks}, schedule {schedule_name(self.schedule)}, layers {shown}"
+
+    @property
+    def placement(self) -> ChunkPlacement:
+        """How the chunks lie on the stages."""
+        return schedule_placement(self.schedule)
 
     def order(self, num_micro_batches: int) -> Schedule:
         """Each rank's actions. Raises StrategyError: they cannot be for this number of micro-batches."""

@@ -8,10 +8,10 @@ from itertools import groupby
 from math import fsum
 from typing import Any
 
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank, chunks_on
 from hybrid.contracts.schedule import Schedule
 from hybrid.contracts.schedule_choice import schedule_name
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
-from hybrid.contracts.stage_split import chunk_rank
 from hybrid.errors import StrategyError
 from hybrid.strategy.live_model import Crossing, LayerFacts, Model, check_stages, chunks_of, layers_of, own_stages
 from hybrid.strategy.resolve import WorkedOut
@@ -134,7 +134,9 @@ class StageTable:
             total = format_bytes(sum(value.num_bytes for value in values))
             shown = "; ".join(_said(value) for value in values[:_MOST_VALUES])
             more = f"; and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
-            yield f"behind {self.chunks[chunk].layers[-1]} {total} of the sample cross: {shown}{more}"
+            here, there = self.chunks[chunk].stage, self.chunks[chunk + 1].stage
+            verb = "cross" if here != there else f"stay on stage {here}"
+            yield f"behind {self.chunks[chunk].layers[-1]} {total} of the sample {verb}: {shown}{more}"
         for tied in self.tied:
             if len(tied.stages) > 1:
                 where = f"on stages {_and(tied.stages)}, its gradient summed over them once per step"
@@ -165,15 +167,16 @@ class StageTable:
 
     def to_dict(self) -> dict[str, Any]:
         timeline, flops = self.timeline, self._flops
+        degree, placement = self.settings.degree, self.settings.placement
         stages = [
             {
                 "stage": stage,
                 "ranks": list(self.chunks[stage].ranks),
-                "chunks": list(range(stage, len(self.chunks), self.settings.degree)),
+                "chunks": list(chunks_on(stage, degree, len(self.chunks), placement)),
                 "in_flight": None if timeline is None else timeline.max_in_flight[stage],
                 "bubble_fraction": None if timeline is None else timeline.bubble_fractions[stage],
             }
-            for stage in range(self.settings.degree)
+            for stage in range(degree)
         ]
         chunks = [
             {
@@ -229,7 +232,7 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
         problems += [f"pipeline_configs: {problem}" for problem in error.problems]
     try:
         # Of a schedule that cannot be the layers may be wrong as well: split them for one that can.
-        can_be = replace(wanted, schedule="1f1b" if wanted.virtual_stages == 1 else "interleaved")
+        can_be = replace(wanted, schedule=_any_schedule(wanted))
         own = own_stages(given, can_be, sample=sample)
         chunks = own.chunks if own is not None else chunks_of(given, can_be, sample=sample)
     except StrategyError as error:
@@ -239,12 +242,12 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
     if own is not None:
         layers, note = own.layers, ""
     else:
-        check_stages(whole, chunks, num_stages=degree)
+        check_stages(whole, chunks, num_stages=degree, placement=wanted.placement)
         layers, note = layers_of(whole, sample=sample)
     notes = [note] if note else []
     if schedule is None:
         notes.append("the number of micro-batches follows from the world size: give it to see what is in flight")
-    rows = tuple(_row(index, layers[c.start : c.stop], degree, result) for index, c in enumerate(chunks))
+    rows = tuple(_row(index, layers[c.start : c.stop], wanted, result) for index, c in enumerate(chunks))
     method: Any = getattr(given, "seg_method", wanted.split or "auto")
     recomputes = result.features["recompute"].value and value["recompute_policy"] == "full"
     backward = 3 if recomputes else 2
@@ -253,13 +256,24 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
         method=method,
         chunks=rows,
         num_parameters=sum(dict(held for layer in layers for held in layer.parameters.values()).values()),
-        tied=tuple(_tied(layers, chunks, degree)),
+        tied=tuple(_tied(layers, chunks, wanted)),
         timeline=None if schedule is None else _timeline(schedule, [row.weight for row in rows], backward),
         backward=backward,
-        units=tuple(dict.fromkeys(_units(layers, chunks, degree))),
+        units=tuple(dict.fromkeys(_units(layers, chunks, wanted))),
         notes=tuple(notes),
         crossing=own.crossing if own is not None else (),
     )
+
+
+def _stage_of(chunk: int, settings: PipelineSettings) -> int:
+    return chunk_rank(chunk, settings.degree, settings.placement)
+
+
+def _any_schedule(settings: PipelineSettings) -> str:
+    """One that takes as many micro-batches as there are stages, with the chunks where these settings have them."""
+    if settings.placement is ChunkPlacement.V and settings.virtual_stages == 2:
+        return "zbv"
+    return "1f1b" if settings.virtual_stages == 1 else "interleaved"
 
 
 def _schedule(settings: PipelineSettings, num_micro_batches: int | None) -> Schedule | None:
@@ -273,8 +287,8 @@ def _timeline(schedule: Schedule, weights: Sequence[float], backward: int) -> Ti
     return time_schedule(schedule, forward_seconds=costs, backward_seconds=[backward * cost for cost in costs])
 
 
-def _row(chunk: int, layers: Sequence[LayerFacts], degree: int, result: WorkedOut) -> ChunkRow:
-    stage, layout = chunk_rank(chunk, degree), result.layout
+def _row(chunk: int, layers: Sequence[LayerFacts], settings: PipelineSettings, result: WorkedOut) -> ChunkRow:
+    stage, layout = _stage_of(chunk, settings), result.layout
     ranks = () if layout is None else range(layout.world_size)
     flops = [layer.forward_flops for layer in layers]
     return ChunkRow(
@@ -289,8 +303,8 @@ def _row(chunk: int, layers: Sequence[LayerFacts], degree: int, result: WorkedOu
     )
 
 
-def _tied(layers: Sequence[LayerFacts], chunks: Sequence[range], degree: int) -> Iterator[TiedParameter]:
-    stage_of = {index: chunk_rank(chunk, degree) for chunk, held in enumerate(chunks) for index in held}
+def _tied(layers: Sequence[LayerFacts], chunks: Sequence[range], settings: PipelineSettings) -> Iterator[TiedParameter]:
+    stage_of = {index: _stage_of(chunk, settings) for chunk, held in enumerate(chunks) for index in held}
     names: dict[int, dict[str, None]] = {}
     stages: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
@@ -302,12 +316,12 @@ def _tied(layers: Sequence[LayerFacts], chunks: Sequence[range], degree: int) ->
             yield TiedParameter(names=tuple(known), stages=tuple(sorted(stages[which])))
 
 
-def _units(layers: Sequence[LayerFacts], chunks: Sequence[range], degree: int) -> Iterator[str]:
+def _units(layers: Sequence[LayerFacts], chunks: Sequence[range], settings: PipelineSettings) -> Iterator[str]:
     """Each layer is one; a parameter of several layers of a stage belongs to the first of them there."""
     taken: set[tuple[int, int]] = set()
     for chunk, held in enumerate(chunks):
         for layer in layers[held.start : held.stop]:
-            own = {(chunk_rank(chunk, degree), which) for which, _ in layer.parameters.values()}
+            own = {(_stage_of(chunk, settings), which) for which, _ in layer.parameters.values()}
             if own - taken:
                 yield layer.name
             taken |= own

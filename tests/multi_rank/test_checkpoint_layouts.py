@@ -32,7 +32,7 @@ PIPELINES: Layouts = {
     "pp2-interleaved-z0": (2, {"pp": 2, "stage": 0, "schedule": "interleaved"}),
     "pp3-split-z2": (3, {"pp": 3, "stage": 2, "split": [1, 6, 1]}),
     "tp2-dp2-z2-bf16": (4, {"pp": 1, "tp": 2, "stage": 2, "amp": "bf16"}),
-    "pp2-tp2-dp2-z3": (8, {"pp": 2, "tp": 2, "stage": 3}),
+    "pp2-tp2-dp2-z3-zbv": (8, {"pp": 2, "tp": 2, "stage": 3, "schedule": "zbv"}),
 }
 TENSORS: Layouts = {
     "dp2-z1": (2, {"tp": 1, "stage": 1, "bucket_bytes": 3000}),

@@ -83,7 +83,7 @@ def whole_gradients(stage: int, schedule: str, grad_reduce: str) -> tuple[int, i
         return peak, held[0], looks
 
 
-GRADIENTS = [(stage, schedule) for stage in (2, 3) for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1")]
+GRADIENTS = [(stage, schedule) for stage in (2, 3) for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")]
 
 
 def all_whole_gradients() -> dict[Any, tuple[int, int, int]]:
@@ -143,7 +143,7 @@ def kept(schedule: str, mb: int, pp: int) -> tuple[int, int, int]:
 
 
 KEPT = [("gpipe", 8, 2), ("1f1b", 8, 2), ("1f1b", 1, 2), ("interleaved", 4, 2), ("gpipe", 4, 4), ("1f1b", 8, 4),
-        ("1f1b", 3, 4), ("interleaved", 8, 4)]  # fmt: skip
+        ("1f1b", 3, 4), ("interleaved", 8, 4), ("zbv", 4, 2), ("zbv", 8, 4)]  # fmt: skip
 
 
 def all_kept(cases: list[tuple[str, int, int]]) -> dict[Any, tuple[int, int, int]]:
@@ -157,7 +157,7 @@ def test_micro_batches_kept_are_those_of_the_schedule(pp: int) -> None:
     for rank, seen in enumerate(run_ranks(all_kept, pp, cases)):
         for (name, mb, _), (counted, graphs, outputs) in seen.items():
             schedule = make_schedule(
-                name, num_stages=pp, num_micro_batches=mb, virtual_stages=2 if name == "interleaved" else 1
+                name, num_stages=pp, num_micro_batches=mb, virtual_stages=2 if name == "interleaved" else None
             )
             wanted = max_in_flight(schedule, rank)
             assert counted == wanted, (name, mb, rank, counted, wanted)
@@ -193,6 +193,8 @@ TRAFFIC: list[tuple[str, int, dict[str, Any]]] = [
     ("gpipe", 4, {"stage": 3, "reshard_after": "run"}),
     ("1f1b", 4, {"stage": 3, "reshard_after": "run", "grad_reduce": "every_micro_batch"}),
     ("interleaved", 4, {"stage": 3, "reshard_after": "run"}),
+    ("zbv", 4, {}),
+    ("zbv", 4, {"stage": 3}),
 ]
 
 
@@ -205,7 +207,7 @@ def test_bytes_sent_are_those_of_layout_and_schedule() -> None:
     for seen in run_ranks(all_sent, 4):
         for (name, mb, settings), found in zip(TRAFFIC, seen, strict=True):
             schedule = make_schedule(
-                name, num_stages=2, num_micro_batches=mb, virtual_stages=2 if name == "interleaved" else 1
+                name, num_stages=2, num_micro_batches=mb, virtual_stages=2 if name == "interleaved" else None
             )
             rank, wanted = found.pop("pp rank"), Counter()
             samples = SAMPLES // 2  # per data-parallel rank
@@ -236,7 +238,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"pp": 1, "mb": 4, "stage": 2},
     {"pp": 2, "stage": 3},
     {"pp": 4, "schedule": "interleaved", "stage": 1},
-    {"pp": 4, "schedule": "gpipe"},
+    {"pp": 4, "schedule": "zbv"},
     {"pp": 2, "stage": 2, "grad_reduce": "every_micro_batch"},
 )
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hybrid
+from hybrid.collectives import ops
 from hybrid.collectives.deferred import deferred_backend
 from tests.pipeline_models import (
     VOCABULARY,
@@ -59,6 +60,13 @@ def on_two_ranks() -> None:
         assert_as_plain(encoder, BATCHES[:1], cross_entropy, schedule="zb-h1", mb=4, **low)
     with deferred_backend():
         assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=3, mb=4)
+    for stage, make in enumerate((lambda: build("tied"), thrice, encoder, hooked)):
+        assert_as_plain(make, BATCHES, cross_entropy, schedule="zbv", stage=stage, mb=4, bucket_bytes=512)
+    assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zbv", stage=3, mb=3, recompute="full")
+    fp16 = {"level": "O1", "dtype": "float16", "init_loss_scaling": 256.0}
+    assert_as_plain(encoder, BATCHES[:1], cross_entropy, schedule="zbv", stage=2, mb=4, amp=fp16, tolerance=3e-2)
+    with deferred_backend():
+        assert_as_plain(thrice, BATCHES, cross_entropy, schedule="zbv", stage=3, mb=4)
     own_order = "F0.0 F0.1 I0.0 I0.1 W0.0 W0.1\nF1.0 B1.0 F1.1 I1.1 W1.1\n"  # some backwards split, some whole
     assert_as_plain(lambda: build("tied"), BATCHES, cross_entropy, schedule=own_order, mb=2, stage=2)
 
@@ -67,6 +75,11 @@ def on_four_ranks() -> None:
     assert_as_plain(encoder, BATCHES, cross_entropy, pp=4, schedule="zb-h1", mb=6)
     assert_as_plain(encoder, BATCHES, cross_entropy, pp=4, schedule="zb-h1", mb=2)
     assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=3, mb=4, reshard_after="run")
+    assert_as_plain(thrice, BATCHES, cross_entropy, pp=4, schedule="zbv", mb=9, built="before", clip=0.1)
+    assert_as_plain(thrice, BATCHES, cross_entropy, pp=4, schedule="zbv", mb=1)
+    assert_as_plain(thrice, BATCHES, cross_entropy, schedule="zbv", stage=3, mb=5, reshard_after="run")
+    assert_as_plain(thrice, BATCHES, cross_entropy, schedule="zbv", stage=2, mb=4, grad_reduce=2)
+    assert_as_plain(lambda: build("chain"), BATCHES, cross_entropy, tp=2, schedule="zbv", mb=4)
     for recompute in ({}, {"recompute": "selective"}):
         chain = lambda: build("chain")  # noqa: E731
         assert_as_plain(chain, BATCHES, cross_entropy, tp=2, schedule="zb-h1", mb=4, **recompute)
@@ -80,9 +93,9 @@ def test_numbers_of_one_process_on_four_ranks() -> None:
     run_ranks(on_four_ranks, 4)
 
 
-def flops_of_a_step(schedule: str, **settings: Any) -> tuple[int, int]:
-    """(flops of matrix products, calls of the blocks) of this rank in one step."""
-    with pipeline_variant(2, schedule=schedule, mb=2, split=(3, 2), **settings) as strategy:
+def work_of_a_step(schedule: str, **settings: Any) -> tuple[int, int]:
+    """(flops of matrix products, calls of the blocks) of all ranks in one step."""
+    with pipeline_variant(2, schedule=schedule, mb=2, **settings) as strategy:
         model: Any = hybrid.distributed_model(encoder(), strategy=strategy)
         optimizer = hybrid.distributed_optimizer(make_adamw(model))
         calls = 0
@@ -96,16 +109,18 @@ def flops_of_a_step(schedule: str, **settings: Any) -> tuple[int, int]:
                 module.norm1.register_forward_hook(count)
         with FlopCounterMode(display=False) as counter:
             model.train_batch(own(BATCHES[0]), optimizer, loss_fn=cross_entropy)
-        return counter.get_total_flops(), calls
+        mine = torch.tensor([counter.get_total_flops(), calls])
+        ops.all_reduce(mine, group=hybrid.get_mesh().group("pp"), control=True).wait()
+        flops, calls = mine.tolist()
+        return flops, calls
 
 
 def the_work_of_one_backward() -> None:
     for settings in ({}, {"recompute": "full"}):
-        whole, wanted_calls = flops_of_a_step("1f1b", **settings)
-        split, calls = flops_of_a_step("zb-h1", **settings)
-        assert whole > 0
-        assert split == whole, (split, whole)
-        assert calls == wanted_calls, (calls, wanted_calls)
+        whole = work_of_a_step("1f1b", **settings)
+        assert whole[0] > 0
+        for schedule in ("zb-h1", "zbv"):
+            assert work_of_a_step(schedule, **settings) == whole, (schedule, settings)
 
 
 def test_no_work_is_done_twice() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank
 from hybrid.contracts.schedule import (
     SCHEDULE_NAMES,
     Action,
     ActionKind,
     Schedule,
-    chunk_rank,
     dependencies,
     forward_only,
     in_flight,
@@ -99,6 +99,29 @@ def test_zb_h1_is_the_papers_figure() -> None:
     assert few == ["F0.0 I0.0 W0.0", "F1.0 I1.0 W1.0", "F2.0 I2.0 W2.0"]
 
 
+def test_zbv_is_the_papers_figure() -> None:
+    """arXiv 2401.10241, figure of ZB-V: four devices, eight micro-batches; first and last device; and the smallest."""
+    made = lines(make_schedule("zbv", num_stages=4, num_micro_batches=8))
+    assert made[0] == (
+        "F0.0 F0.1 F0.2 F0.3 F0.4 F0.5 F0.6 F7.0 I7.0 W7.0 F7.1 I7.1 W7.1 F7.2 I7.2 W7.2 F7.3 I7.3 W7.3 "
+        "F0.7 I0.0 W0.0 F7.4 I7.4 W7.4 I0.1 W0.1 F7.5 I7.5 W7.5 I0.2 W0.2 F7.6 I7.6 W7.6 I0.3 W0.3 F7.7 I7.7 W7.7 "
+        "I0.4 W0.4 I0.5 W0.5 I0.6 W0.6 I0.7 W0.7"
+    )
+    assert made[3] == (
+        "F3.0 F4.0 F3.1 F4.1 F3.2 F4.2 F3.3 F4.3 I4.0 W4.0 F3.4 I3.0 W3.0 F4.4 I4.1 W4.1 F3.5 I3.1 W3.1 F4.5 I4.2 W4.2 "
+        "F3.6 I3.2 W3.2 F4.6 I4.3 W4.3 F3.7 I3.3 W3.3 F4.7 I4.4 W4.4 I4.5 I3.4 I4.6 I3.5 I4.7 I3.6 I3.7 W3.4 "
+        "W4.5 W4.6 W4.7 W3.5 W3.6 W3.7"
+    )
+    assert lines(make_schedule("zbv", num_stages=2, num_micro_batches=1)) == [
+        "F0.0 F3.0 I3.0 W3.0 I0.0 W0.0",
+        "F1.0 F2.0 I2.0 W2.0 I1.0 W1.0",
+    ]
+    assert lines(make_schedule("zbv", num_stages=2, num_micro_batches=3)) == [
+        "F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 I0.2 W0.2",
+        "F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 I2.2 I1.1 I1.2 W1.1 W2.2 W1.2",
+    ]
+
+
 # ---------------------------------------------------------------- what follows from a schedule
 
 
@@ -106,6 +129,20 @@ def test_chunks_go_round_the_ranks() -> None:
     made = make_schedule("interleaved", num_stages=3, num_micro_batches=3, virtual_stages=2)
     assert [chunk_rank(chunk, 3) for chunk in range(6)] == [0, 1, 2, 0, 1, 2]
     assert (made.num_chunks, made.rank_of(4), made.chunks_of(1)) == (6, 1, (1, 4))
+
+
+def test_where_chunks_lie_is_read_from_the_actions() -> None:
+    """A schedule of one's own needs no word for it; one action in a wrong place does not change it for the rest."""
+    made = make_schedule("zbv", num_stages=3, num_micro_batches=2)
+    assert (made.virtual_stages, [made.chunks_of(rank) for rank in range(3)]) == (2, [(0, 5), (1, 4), (2, 3)])
+    assert made.placement is from_text("\n".join(lines(made))).placement is ChunkPlacement.V
+    first = {str(step.action): (step.receive, step.send) for step in transfers(made)[2]}
+    assert first["F2.0"][1] is None
+    assert first["F3.0"][0] is None, "handed over on the rank"
+    with pytest.raises(StrategyError, match=r"F4\.0 stands on rank 2, but chunk 4 belongs to rank 1 \(.* in a V\)"):
+        check_schedule(
+            from_text("F0.0 F5.0 I5.0 I0.0 W5.0 W0.0\nF1.0 I4.0 I1.0 W4.0 W1.0\nF4.0 F2.0 F3.0 I3.0 I2.0 W3.0 W2.0")
+        )
 
 
 def test_dependencies_with_whole_and_split_backward() -> None:
@@ -218,6 +255,7 @@ def refusal(name: str, num_stages: object, num_micro_batches: object, virtual_st
         (("interleaved", 2, 3, 1), ["2 problems", "2 chunks", "2 or 4"]),
         (("1f1b", 2, 4, 2), ["'1f1b'", "virtual_stages = 2", "virtual_stages = 1", "'interleaved'"]),
         (("gpipe", 2, 4, 3), ["'gpipe'", "virtual_stages = 3"]),
+        (("zbv", 2, 4, 1), ["two chunks per rank", "virtual_stages = 1", "virtual_stages = 2"]),
         (("1F1B", 2, 4, 1), ["'1F1B'", *SCHEDULE_NAMES]),
         (("1f1b", 0, True, 1.5), ["3 problems", "num_stages = 0", "num_micro_batches = True", "virtual_stages = 1.5"]),
     ],

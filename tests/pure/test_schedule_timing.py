@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid.contracts.schedule import Schedule, dependencies, make_schedule
-from hybrid.contracts.schedule_check import Transport, check_schedule
+from hybrid.contracts.schedule_check import Transport, check_schedule, find_deadlock
 from hybrid.contracts.schedule_text import from_text
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
 from hybrid.errors import StrategyError
@@ -61,6 +61,35 @@ def test_zb_h1_has_a_third_of_the_bubble_in_the_memory_of_1f1b() -> None:
             assert form.bubble_fraction == pytest.approx(timeline.bubble_fraction, abs=1e-12)
             assert form.in_flight == timeline.max_in_flight
         assert timeline.total_seconds <= 3 * (m + p - 1)
+
+
+def test_zbv_has_a_sixth_of_the_bubble_in_the_memory_of_1f1b() -> None:
+    """In halves of a stage, each of which takes one second a piece; from 2p-1 micro-batches on, all ranks alike."""
+    for p, m in product((1, 2, 3, 4, 8), (1, 2, 4, 7, 8, 15, 20)):
+        schedule = make_schedule("zbv", num_stages=p, num_micro_batches=m)
+        check_schedule(schedule)
+        stuck = {transport.name for transport in Transport if find_deadlock(schedule, transport=transport)}
+        assert stuck == ({"PAIR", "DIRECTION", "BLOCKING"} if p > 1 < m else set()), (p, m)
+        timeline = time_schedule(schedule, forward_seconds=1, backward_seconds=2)
+        assert max(timeline.max_in_flight) <= 2 * p
+        form = closed_form(schedule)
+        assert (form is None) == (m < 2 * p - 1)
+        if form is not None:
+            assert timeline.total_seconds == 6 * m + p - 1
+            assert form.bubble_fraction == pytest.approx(timeline.bubble_fraction, abs=1e-12)
+            assert form.in_flight == timeline.max_in_flight == (2 * p,) * p
+        halves = time_schedule(
+            make_schedule("zb-h1", num_stages=p, num_micro_batches=m), forward_seconds=2, backward_seconds=4
+        )
+        assert timeline.total_seconds <= halves.total_seconds, (p, m)
+
+
+def test_zbv_bears_halves_of_unequal_length() -> None:
+    """An order that is as short for equal halves, but meets more waiting with each micro-batch, would show here."""
+    for inputs in (0.8, 1.2):
+        schedule = make_schedule("zbv", num_stages=4, num_micro_batches=32)
+        timeline = time_schedule(schedule, forward_seconds=1, backward_seconds=2, input_seconds=inputs)
+        assert timeline.bubble_fraction < 0.03, (inputs, timeline.bubble_fraction)
 
 
 def test_a_split_backward_fills_the_bubble() -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank, chunks_on
 from hybrid.contracts.stage_split import (
     LayerCost,
     LayerCosts,
-    chunk_rank,
     split_by_costs,
     split_by_counts,
     split_by_marks,
@@ -193,8 +193,12 @@ def test_marks_that_do_not_fit_are_refused() -> None:
         split_by_marks(GPT, "", 2)
 
 
-def test_chunks_go_round_the_stages() -> None:
+def test_chunks_go_round_the_stages_or_down_and_up() -> None:
     assert [chunk_rank(chunk, 4) for chunk in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    v = ChunkPlacement.V
+    assert [chunk_rank(chunk, 4, v) for chunk in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [chunks_on(rank, 2, 6, v) for rank in range(2)] == [(0, 3, 4), (1, 2, 5)]
+    assert [chunks_on(rank, 2, 4) for rank in range(2)] == [(0, 2), (1, 3)]
     with pytest.raises(ValueError, match="num_stages at least 1"):
         chunk_rank(0, 0)
     with pytest.raises(ValueError, match="chunk -1"):

@@ -166,6 +166,12 @@ def test_a_tie_within_one_stage_is_no_traffic() -> None:
     text = piped(2, split=[2, 2]).explain(model, 2)
     assert "one parameter: 0.weight = 1.weight, on stage 0 only" in text
     assert "shares count a tied one" not in text
+    model[3].weight, model[1].weight = model[0].weight, nn.Parameter(torch.zeros(4, 4))
+    text = piped(2, schedule="zbv").explain(model, 2)
+    assert "one parameter: 0.weight = 3.weight, on stage 0 only" in text
+    table = stages(piped(2, schedule="zbv"), model).to_dict()
+    assert [stage["chunks"] for stage in table["stages"]] == [[0, 3], [1, 2]]
+    assert [row["stage"] for row in table["chunks"]] == [0, 1, 1, 0]
 
 
 def test_recompute_makes_a_backward_longer() -> None:
