@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "AMP_UNSCALE",
     "ATTENTION_OPERATIONS",
+    "COPIES_SHALLOW",
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
     "GROUPED_PRODUCT",
@@ -72,6 +73,9 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 # torch 2.13: what torch.nn.functional.grouped_mm becomes. No public name.
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm
+
+# torch 2.13: what torch.nn.Module.to asks before it puts a converted gradient in the place of one. No public name.
+COPIES_SHALLOW = torch._has_compatible_shallow_copy_type
 
 # torch 2.13: what torch.amp.GradScaler calls on a list of gradients, and the attribute by which fused optimizers
 # tell it that they unscale by themselves. Ours are unscaled where they lie, in the shards, with one decision for

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from hybrid.collectives.group import Group
 
 __all__ = [
     "COLLECTIVE_OPERATIONS",
+    "IMPLEMENTATIONS",
     "all_reduce_max",
     "all_reduce_sum",
     "copy_to",
@@ -164,12 +165,14 @@ def _(tensor: torch.Tensor, bias: torch.Tensor | None, group: int, dim: int, siz
     return tensor.new_empty(shape)
 
 
+# Operation -> what it does. A dispatch mode that stands in for all kernels (`dry/values.py`) calls these by hand.
+IMPLEMENTATIONS: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.hybrid.all_reduce.default: _all_reduce,
+    torch.ops.hybrid.all_gather.default: _all_gather,
+    torch.ops.hybrid.reduce_scatter.default: _reduce_scatter,
+}
 # What selective recompute keeps rather than sends again.
-COLLECTIVE_OPERATIONS = (
-    torch.ops.hybrid.all_reduce.default,
-    torch.ops.hybrid.all_gather.default,
-    torch.ops.hybrid.reduce_scatter.default,
-)
+COLLECTIVE_OPERATIONS = tuple(IMPLEMENTATIONS)
 
 
 def _reduced(tensor: torch.Tensor, group: Group, op: str = "sum", bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,7 +15,7 @@ __all__ = ["Group"]
 class Group:
     """Some ranks of the world, in the order in which sums are taken, as one of them sees it.
 
-    A group of one rank has no process group: every collective on it is a no-op.
+    A group of one rank has no process group: every collective on it is a no-op. Nor has one of a dry run (`dry.py`).
     """
 
     process_group: dist.ProcessGroup | None
@@ -34,7 +34,7 @@ class Group:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.ranks), (self.rank, self.ranks)
-        assert (self.process_group is None) == (len(self.ranks) == 1), self
+        assert (self.process_group is None) == (len(self.ranks) == 1 or self.backend == "dry"), self
 
     @property
     def size(self) -> int:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from hybrid.collectives import dry
 from hybrid.collectives.call import HISTORY, Call, CallState
 from hybrid.collectives.exchange import Exchange, even_bounds
 from hybrid.collectives.group import Group
@@ -143,8 +144,8 @@ def broadcast(
 
 def all_gather_object(obj: Any, *, group: Group) -> list[Any]:
     """The pickled object of every rank, in group order. Control traffic; blocks."""
-    if group.size == 1:
-        return [obj]
+    if group.size == 1 or group.backend == dry.BACKEND:
+        return [obj] * group.size
     device = _device(group)
     raw = torch.frombuffer(bytearray(pickled(obj)), dtype=torch.uint8)
     begun = _FIRST_BYTES - _LENGTH_BYTES
@@ -228,9 +229,12 @@ def get_interposer() -> Interposer | None:
     return _interposers[0] if _interposers else None
 
 
+_BACKENDS: Mapping[str, Callable[[Call], Pending]] = {"nccl": Native, dry.BACKEND: dry.Dry}
+
+
 def start_directly(call: Call) -> Pending:
     """Launch on the group's own backend."""
-    backend: Callable[[Call], Pending] = Native if call.group.backend == "nccl" else Exchange
+    backend: Callable[[Call], Pending] = _BACKENDS.get(call.group.backend, Exchange)
     return backend(call)
 
 

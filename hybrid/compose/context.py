@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 __all__ = [
     "DATA_AXES",
     "HybridCommunicateGroup",
+    "Scope",
     "before_shutdown",
     "check_same_strategy",
     "ensure",
+    "entered",
     "foresee",
     "get_hybrid_communicate_group",
     "get_mesh",
@@ -104,7 +107,6 @@ def foresee(strategy: DistributedStrategy | None) -> ResolvedStrategy:
 
 def ensure(strategy: DistributedStrategy | None, *, at_init: bool = False) -> Scope:
     """The job, joined now if it was not yet."""
-    global _scope  # noqa: PLW0603 (one process is in one job)
     if _scope is not None:
         if strategy is not None:
             check_same_strategy(strategy)
@@ -122,10 +124,32 @@ def ensure(strategy: DistributedStrategy | None, *, at_init: bool = False) -> Sc
     start_process_group(environment, timeout_seconds=resolved.timeout_seconds, agreement=chosen.digest())
     mesh = Mesh(resolved.layout, timeout_seconds=resolved.timeout_seconds)
     mesh.prepare(_GROUPS)
-    _scope = Scope(strategy=chosen, resolved=resolved, mesh=mesh, started_group=environment is not None)
+    return _enter(Scope(strategy=chosen, resolved=resolved, mesh=mesh, started_group=environment is not None))
+
+
+def _enter(scope: Scope) -> Scope:
+    global _scope  # noqa: PLW0603 (one process is in one job)
+    _scope = scope
     set_coordinate_provider(_data_coordinate)
-    set_group_provider(lambda: mesh.group("tp"))
-    return _scope
+    set_group_provider(lambda: scope.mesh.group("tp"))
+    return scope
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Inside, this process is in a job that somebody else has put together; it is left on the way out.
+
+    Raises:
+        HybridError: it is in a job already.
+    """
+    if _scope is not None:
+        raise HybridError("this process is in a job already: call hybrid.shutdown() first, or use another process")
+    scope.mesh.prepare(_GROUPS)
+    _enter(scope)
+    try:
+        yield
+    finally:
+        shutdown()
 
 
 def _warn_of_slow_links(resolved: ResolvedStrategy, environment: LaunchEnvironment | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from hybrid.collectives import ops
 from hybrid.compose.losses import LossFunction
 from hybrid.compose.own_forward import agree, plan_own
 from hybrid.compose.split_backward import split_backward
+from hybrid.contracts.chunk_placement import chunk_rank, chunks_on
 from hybrid.contracts.schedule import Schedule
 from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_by_names, split_evenly
 from hybrid.errors import StrategyError
@@ -22,10 +24,10 @@ from hybrid.pipeline.costs import layer_costs, parameter_costs
 from hybrid.pipeline.layers import PipelineLayer, is_chain
 from hybrid.pipeline.own_forward import OwnForwardModel
 from hybrid.pipeline.plan import OwnForwardPlan
-from hybrid.pipeline.root_hooks import check_backward_hooks
+from hybrid.pipeline.root_hooks import around_units, check_backward_hooks, check_backward_hooks_around
 from hybrid.pipeline.runner import PipelineRunner
 from hybrid.pipeline.stages import StagedModel, free
-from hybrid.pipeline.transport import Transport
+from hybrid.pipeline.transport import Lane, Transport
 from hybrid.sharding.units import Unit
 from hybrid.strategy import ResolvedStrategy
 
@@ -156,6 +158,7 @@ def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = N
         return PlannedStages(chunks=model.segments(num_chunks, _costs(model, whole, sample)), schedule=schedule)
     if not is_chain(model):
         own = plan_own(model, settings, sample=sample)
+        check_backward_hooks_around(around_units(model, own.units))
         return PlannedStages(chunks=own.chunks, schedule=schedule, own_forward=own)
     layers = list(_layers(model).values())
     split = settings.split
@@ -204,25 +207,33 @@ def all_on_meta(model: nn.Module) -> nn.Module:
 def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[StagedModel | OwnForwardModel, WholeModel]:
     """Decide what this rank holds, build it (`PipelineLayer`), and learn what the others hold. *Collective.*"""
     stage, num_stages = mesh.coordinate("pp"), mesh.degree("pp")
+    placement = planned.schedule.placement
     if planned.own_forward is not None:
-        plan = agree(model, planned.own_forward, mesh)
-        own = OwnForwardModel(model, plan, num_stages=num_stages, stage=stage, device=mesh.device)
+        plan = agree(model, planned.own_forward, mesh, placement)
+        own = OwnForwardModel(model, plan, num_stages=num_stages, stage=stage, placement=placement, device=mesh.device)
         return own, _whole_of(model, own)
+    is_whole = not isinstance(model, PipelineLayer) or model.is_built
     if isinstance(model, PipelineLayer):
         names = [str(index) for index in range(model.num_layers)]
         call: Callable[[int, Any], Any] = model.run_layer
         if not model.is_built:
             # One base for all random states: what is tied over stages starts equal.
             model.build_settings = ops.all_gather_object(model.build_settings, group=mesh.world)[0]
-            model.build([i for c, layers in enumerate(planned.chunks) if c % num_stages == stage for i in layers])
+            here = chunks_on(stage, num_stages, len(planned.chunks), placement)
+            model.build([index for chunk in here for index in planned.chunks[chunk]])
     else:
         names = list(_layers(model))
 
         def call(index: int, value: Any) -> Any:
             return model.get_submodule(names[index])(value)
 
-    staged = StagedModel(model, names, planned.chunks, num_stages=num_stages, stage=stage, call=call)
-    everyone = ops.all_gather_object(_own_names(model, staged), group=mesh.group("pp"))
+    staged = StagedModel(
+        model, names, planned.chunks, num_stages=num_stages, stage=stage, placement=placement, call=call
+    )
+    if is_whole:  # each rank sees what the others will hold
+        everyone = [_names_on(stage, model, staged) for stage in range(num_stages)]
+    else:
+        everyone = ops.all_gather_object(_names_on(stage, model, staged), group=mesh.group("pp"))
     return staged, _join(everyone, staged)
 
 
@@ -249,7 +260,8 @@ class _Known:
     trainable: bool
 
 
-def _own_names(model: nn.Module, staged: StagedModel) -> list[_Known]:
+def _names_on(stage: int, model: nn.Module, staged: StagedModel) -> list[_Known]:
+    """What a stage holds, as far as the model here has it."""
     names: dict[int, list[str]] = {}
     trained: dict[int, bool] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -259,7 +271,7 @@ def _own_names(model: nn.Module, staged: StagedModel) -> list[_Known]:
     if isinstance(model, PipelineLayer):
         tied = [tuple(f"{index}.{attribute}" for index, attribute in uses) for uses in model.shared_keys().values()]
         known = [_Known(tuple(dict.fromkeys([*one.names, *_meeting(one.names, tied)])), one.trainable) for one in known]
-    return [one for one in known if any(staged.is_here(fqn) for fqn in one.names)]
+    return [one for one in known if any(staged.stage_of(fqn) == stage for fqn in one.names)]
 
 
 def _meeting(names: Sequence[str], ties: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -314,14 +326,7 @@ def start_pipeline(
     if planned.schedule.splits_backward:
         split_backward(model, mesh.group("tp"))
     staged.take_over()
-    groups = [mesh.another_group("pp", label=f"pp_{way}") for way in ("forward", "backward")]
-    headers = [
-        group if mesh.backend == "gloo" else mesh.another_group("pp", label=f"{group.axis}_headers", on_host=True)
-        for group in groups
-    ]
-    transport = Transport(
-        groups[0], groups[1], headers=(headers[0], headers[1]), num_chunks=staged.num_chunks, device=mesh.device
-    )
+    transport = _transport(staged, mesh)
     return Stages(
         staged=staged,
         whole=whole,
@@ -331,6 +336,27 @@ def start_pipeline(
         elsewhere={id(parameter): parameter for parameter in gone},
         names=names,
     )
+
+
+def _transport(staged: StagedModel | OwnForwardModel, mesh: Mesh) -> Transport:
+    """The links to the ranks that hold the neighbours of this rank's chunks. *Collective.*"""
+    ranks = [chunk_rank(chunk, staged.num_stages, staged.placement) for chunk in range(staged.num_chunks)]
+    cuts = set(pairwise(ranks))
+    # NCCL runs what two ranks send each other over one communicator in the order of launches, and neither waits for the
+    # other to come to the same place.
+    needs_both = mesh.backend != "gloo" and any((target, source) in cuts for source, target in cuts if source != target)
+
+    def lane(way: str) -> Lane:
+        data = mesh.another_group("pp", label=f"pp_{way}")
+        if mesh.backend == "gloo":
+            return Lane(data=data, headers=data)
+        return Lane(data=data, headers=mesh.another_group("pp", label=f"{data.axis}_headers", on_host=True))
+
+    lanes = []
+    for way in ("forward", "backward"):
+        up = lane(way)
+        lanes.append((up, lane(way) if needs_both else up))
+    return Transport(*lanes, ranks=ranks, device=mesh.device)
 
 
 def _all_keys(model: nn.Module, staged: StagedModel, mesh: Mesh) -> tuple[str, ...]:

@@ -76,12 +76,15 @@ def _degrees_by_hand(model: nn.Module) -> list[int]:
     return [info.group.size for m in model.modules() if (info := getattr(m, "tensor_parallel", None)) is not None]
 
 
-def cut_model(model: nn.Module, planned: Planned, mesh: Mesh) -> TensorCuts:
-    """Give each rank its part of the parameters and the modules that work on it. *Collective.*"""
+def cut_model(model: nn.Module, planned: Planned, mesh: Mesh, *, is_staged: bool) -> TensorCuts:
+    """Give each rank its part of the parameters and the modules that work on it. *Collective.*
+
+    `is_staged`: a pipeline runs the model chunk by chunk.
+    """
     cuts = planned_cuts(model, planned.facts, planned.plan, group=mesh.group("tp"))
     if planned.plan is not None:
         cut_parameters(model, cuts)
-        adopt_modules(model, planned.plan, cuts, is_staged=mesh.degree("pp") > 1)
+        adopt_modules(model, planned.plan, cuts, is_staged=is_staged)
     return cuts
 
 

@@ -78,6 +78,7 @@ class Architecture:
         head: `lm`; `mlm` has a dense layer, an activation and a norm before; `pretraining` also tells whether two
             sentences follow each other; `classes` reads one token; `none`.
         is_tied: the head is the token table.
+        is_table_cut: tensor parallel cuts the token table, and the head with it (not Gemma's, which scales its rows).
         is_causal: as attention is.
         is_norm_fp32: eager norms multiply by the weight in fp32 (Gemma), so that they keep twice their input in it.
         hidden_dropout, attention_dropout, embedding_dropout: whether there is any.
@@ -121,6 +122,7 @@ class Architecture:
     embedding_width: int = 0
     head: Literal["lm", "mlm", "pretraining", "classes", "none"] = "lm"
     is_tied: bool = True
+    is_table_cut: bool = True
     is_causal: bool = True
     hidden_dropout: bool = False
     attention_dropout: bool = False

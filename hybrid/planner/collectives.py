@@ -8,31 +8,33 @@
 `rate` is that of the slowest cut of the ring: what a rank has inside a domain, or what the whole group has out of one,
 whichever is less: a ring goes round a domain before it leaves it, on every card that the group's ranks there own.
 Shares, steps and what they cost: NVIDIA/nccl-tests doc/PERFORMANCE.md, NVIDIA/nccl src/graph/tuning.cc. Constants:
-`data/collectives.yaml` for devices, `Software` for networks. Comparison with measurements:
+`data/collectives.yaml` for devices, `Software` for networks. Groups that `hybrid calibrate` measured take what it
+found, others are corrected as the nearest of them (`measured.py`). Comparison with measurements:
 tests/pure/test_planner_collectives.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal
 
 import yaml
 
-from hybrid.contracts.cluster import GroupLinks
+from hybrid.contracts.cluster import Cluster, GroupLinks
+from hybrid.planner.measured import MeasuredCollective, MeasuredCollectives
 from hybrid.planner.software import Software
 
-__all__ = ["Collective", "Fabric", "collective_seconds", "fabric_of"]
+__all__ = ["Collective", "Fabric", "collective_seconds", "fabric_of", "measured_fabric"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """The fields are explained at the top of `data/collectives.yaml`."""
+    """The fields are explained at the top of `data/collectives.yaml`; `curves` are what was measured."""
 
     prefix: str
     inside: float
@@ -45,12 +47,34 @@ class Fabric:
     exchange: float
     source: str
     date: str
+    curves: MeasuredCollectives = field(default_factory=MeasuredCollectives)
 
 
 @cache
 def fabric_of(name: str) -> Fabric:
     """Of the device of this name; a device that no entry names has the last one, which fits all."""
     return next(fabric for fabric in _fabrics() if name.upper().startswith(fabric.prefix.upper()))
+
+
+def measured_fabric(cluster: Cluster, software: Software) -> Fabric:
+    """Of a cluster's devices, with what `hybrid calibrate` measured of the groups of its ranks."""
+    plain = fabric_of(cluster.device.name)
+    if cluster.measured is None:
+        return plain
+    curves = [
+        MeasuredCollective(
+            kind=curve.kind,
+            # Of the cluster as it was measured, also where its links have been scaled since.
+            links=Cluster.axis_links(cluster, size=curve.size, stride=curve.stride),
+            points=tuple(sorted((float(point.num_bytes), point.seconds) for point in curve.points)),
+        )
+        for curve in cluster.measured.collectives
+    ]
+
+    def formula(curve: MeasuredCollective, num_bytes: float) -> float:
+        return _by_formula(curve.kind, num_bytes, curve.links, fabric=plain, software=software)
+
+    return replace(plain, curves=MeasuredCollectives(curves, formula))
 
 
 @cache
@@ -65,6 +89,12 @@ def collective_seconds(
     """`num_bytes`: of the whole value: the sum, what has been gathered, what one rank sends to all others together."""
     if links is None or links.size <= 1 or num_bytes <= 0:
         return 0.0
+    time = _by_formula(kind, num_bytes, links, fabric=fabric, software=software)
+    time *= fabric.curves.factor(kind, num_bytes, links)
+    return time / software.collective_fraction + software.collective_seconds
+
+
+def _by_formula(kind: Collective, num_bytes: float, links: GroupLinks, *, fabric: Fabric, software: Software) -> float:
     if kind == "all_to_all":
         time = _all_to_all(num_bytes, links, fabric, software)
     elif kind == "send":
@@ -76,7 +106,7 @@ def collective_seconds(
             time = min(time, _tree(num_bytes, links, fabric, software), _switch(num_bytes, links, fabric))
         elif software.is_log_gather and links.ranks_per_domain == 1 and kind != "broadcast":
             time = min(time, _log(num_bytes, links, fabric, software))
-    return time / software.collective_fraction + software.collective_seconds
+    return time
 
 
 def _ring(kind: Collective, num_bytes: float, links: GroupLinks, fabric: Fabric, software: Software) -> float:

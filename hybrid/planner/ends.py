@@ -23,7 +23,7 @@ def add_embedding(ledger: Ledger, arch: Architecture) -> None:
         width = arch.embedding_width or hidden
         ledger.save(1, width=_ID)
         ledger.move(size, size, elements=width)
-        ledger.num_tp_reductions = 1
+        ledger.num_tp_reductions = int(arch.is_table_cut)
         if width != hidden:
             ledger.save(width)
             ledger.multiply("project_in", width, hidden)
@@ -61,8 +61,8 @@ def add_head(ledger: Ledger, arch: Architecture) -> None:
     if width != hidden:
         ledger.multiply("project_out", hidden, width)
         ledger.save_column_input(width)
-    ledger.multiply("head", width, arch.vocab, cut="column")
-    ledger.num_tp_reductions = 1
-    ledger.save(arch.vocab, "cut", width=arch.logit_bytes)
+    ledger.multiply("head", width, arch.vocab, cut="column" if arch.is_table_cut else "none")
+    ledger.num_tp_reductions = int(arch.is_table_cut)
+    ledger.save(arch.vocab, "cut" if arch.is_table_cut else "whole", width=arch.logit_bytes)
     ledger.save(1, width=_ID)
     ledger.move(size, 4, 4, 4, elements=arch.vocab, region="cut", kernels=3)  # to fp32, log-softmax, the target's

@@ -252,7 +252,7 @@ def _gemma(fields: Fields) -> dict[str, Any]:
     head_dim = fields.number("head_dim", default=256)
     tied = fields.flag("tie_word_embeddings", default=True)
     changes = {"activation": "gelu", "head_dim": head_dim, "is_tied": tied, "mlp_bias": False, "is_norm_fp32": True}
-    return {**_llama(fields), **changes}
+    return {**_llama(fields), **changes, "is_table_cut": False}
 
 
 def _gemma2(fields: Fields) -> dict[str, Any]:

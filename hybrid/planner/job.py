@@ -23,6 +23,7 @@ class Precision:
         reduce: as it travels.
         master: fp32 copy of the optimizer; 0 where the parameters are fp32.
         activation: of a saved activation.
+        norm: of a parameter of torch's own normalisation layers, which keep fp32 without a master; 0: as all others.
     """
 
     compute: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
@@ -31,6 +32,7 @@ class Precision:
     reduce: int = 4
     master: int = 4
     activation: int = 2
+    norm: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class Job:
     is_flash: whether attention runs in a kernel that stores no scores.
     software: the constants that time is priced with, or the name of a set in `planner/data/software.yaml`.
     bucket_bytes, prefetch: as in `sharding_configs`.
+    context_bytes: low, expected and high of what a process has before it trains, where that was measured.
     """
 
     model: ModelSpec
@@ -69,6 +72,7 @@ class Job:
     software: str | Software = "hybrid"
     bucket_bytes: int = 25 * 2**20
     prefetch: int = 1
+    context_bytes: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

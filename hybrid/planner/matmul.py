@@ -7,6 +7,8 @@
 least, and tiles run in waves over the processors of the device, the last of which may be nearly empty. A long product
 runs into the power limit (`long`), which clocks down all processors: there an idle one costs nothing.
 
+On a device that `hybrid calibrate` has measured, these times are corrected to what it found (`measured.py`).
+
 The constants and where they come from: `data/matmul.yaml`, `data/rules.yaml`. How well they describe the shapes they
 were fitted on: tests/pure/test_planner_matmul.py.
 """
@@ -14,9 +16,12 @@ were fitted on: tests/pure/test_planner_matmul.py.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hybrid.contracts.cluster import DeviceKind
+from hybrid.contracts.measurements import AttentionPoint, MatmulPoint
 from hybrid.planner.device_profile import DeviceProfile, peak_flops, profile_of
+from hybrid.planner.measured import attention_factor, matmul_factor
 from hybrid.planner.rules import rule
 
 __all__ = ["attention_seconds", "matmul_seconds"]
@@ -53,6 +58,21 @@ def matmul_seconds(
     """
     if min(m, k, n) <= 0:
         return 0.0
+    time = _by_formula(device, m=m, k=k, n=n, dtype=dtype, groups=groups, is_weight=is_weight, is_batch=is_batch)
+    if device.measured is None:
+        return time
+    return time * matmul_factor(device, _of_point, m=m, k=k, n=n, dtype=dtype, is_weight=is_weight)
+
+
+def _of_point(device: DeviceKind, point: MatmulPoint) -> float:
+    return _by_formula(
+        device, m=point.m, k=point.k, n=point.n, dtype=point.dtype, groups=1, is_weight=point.is_weight, is_batch=False
+    )
+
+
+def _by_formula(
+    device: DeviceKind, *, m: float, k: float, n: float, dtype: str, groups: int, is_weight: bool, is_batch: bool
+) -> float:
     profile = profile_of(device.name)
     best = device.matmul_fraction or profile.best
     short = profile.short * _tile_fraction(profile, m, k, n, groups) * k / (k + profile.inner_half)
@@ -104,6 +124,45 @@ def attention_seconds(
     is_backward: bool = False,
 ) -> float:
     """A fused kernel, which stores no scores; `is_half`: it skips the part that a causal mask hides."""
+    shape: dict[str, Any] = {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "head_dim": head_dim}
+    time = _attention_by_formula(
+        device, **shape, value_dim=value_dim, is_half=is_half, dtype=dtype, is_backward=is_backward
+    )
+    if device.measured is None:
+        return time
+    return time * attention_factor(
+        device, _of_attention_point, rows=batch * heads, seq=keys, head_dim=head_dim, is_backward=is_backward
+    )
+
+
+def _of_attention_point(device: DeviceKind, point: AttentionPoint) -> float:
+    return _attention_by_formula(
+        device,
+        batch=point.batch,
+        heads=point.heads,
+        queries=point.seq,
+        keys=point.seq,
+        head_dim=point.head_dim,
+        value_dim=point.head_dim,
+        is_half=True,
+        dtype=point.dtype,
+        is_backward=point.is_backward,
+    )
+
+
+def _attention_by_formula(
+    device: DeviceKind,
+    *,
+    batch: float,
+    heads: int,
+    queries: float,
+    keys: float,
+    head_dim: int,
+    value_dim: int,
+    is_half: bool,
+    dtype: str,
+    is_backward: bool,
+) -> float:
     profile = profile_of(device.name)
     tiles = batch * heads * max(1.0, queries / _QUERY_TILE) / profile.num_processors
     rate, half = profile.attention[is_backward], profile.attention[2 + is_backward]

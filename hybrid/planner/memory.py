@@ -48,6 +48,7 @@ class StageMemory:
         num_communicators: groups that a rank communicates in.
         device_name: kind of the device.
         host_bytes: what an offloaded optimizer keeps in the host's memory, per rank.
+        context: of the job, see there.
     """
 
     stage: int
@@ -58,6 +59,7 @@ class StageMemory:
     num_communicators: int
     device_name: str
     host_bytes: int = 0
+    context: tuple[float, float, float] | None = None
 
     def at_point(self, point: Point) -> Mapping[str, int]:
         """Part -> bytes at a named moment."""
@@ -86,7 +88,7 @@ class StageMemory:
     @cached_property
     def device(self) -> Interval:
         """What the device must have, context and communicators included."""
-        return device_bytes(self.reserved, self.num_communicators, self.device_name)
+        return device_bytes(self.reserved, self.num_communicators, self.device_name, context=self.context)
 
     @property
     def model_state_bytes(self) -> int:
@@ -133,6 +135,7 @@ class MemoryPlan:
             num_communicators=num_communicators(self.candidate),
             device_name=self.job.cluster.device.name,
             host_bytes=_host_bytes(state, self.job) if self.candidate.is_offloaded else 0,
+            context=self.job.context_bytes,
         )
 
 

@@ -10,7 +10,9 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid.contracts.chunk_placement import chunks_on
 from hybrid.contracts.schedule import Action, ActionKind, make_schedule
+from hybrid.contracts.schedule_choice import schedule_placement
 from hybrid.planner.action_numbers import Alternation, alternation
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory_layers import FrameworkProfile
@@ -153,9 +155,11 @@ class ActivationTable:
         key = (id(chunks), held, cutting)
         if key not in self._ranks:
             bytes_of = [self._of_chunk(chunk, candidate, cutting) for chunk in chunks]
+            placement = schedule_placement(candidate.schedule)
+            mine = [chunks_on(rank, candidate.pp, len(chunks), placement) for rank in range(candidate.pp)]
             ranks = tuple(
-                self._of_rank(chunks[rank :: candidate.pp], bytes_of[rank :: candidate.pp], held.ranks[rank], candidate)
-                for rank in range(candidate.pp)
+                self._of_rank([chunks[at] for at in own], [bytes_of[at] for at in own], kept, candidate)
+                for own, kept in zip(mine, held.ranks, strict=True)
             )
             self._ranks[key] = chunks, ranks
         return self._ranks[key][1]

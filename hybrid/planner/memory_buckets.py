@@ -29,7 +29,10 @@ def num_shards(candidate: Candidate) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter of a chunk: in which unit, under which key of a bucket, how much of it is here."""
+    """One parameter of a chunk: in which unit, under which key of a bucket, how much of it is here.
+
+    `tp_ranks`: that have each a part of its gradient; `is_norm`: see `ParameterSpec`, where `Precision.norm` is given.
+    """
 
     unit: int
     is_around: bool
@@ -37,6 +40,8 @@ class Entry:
     key: tuple[object, ...]
     is_expert: bool
     trainable: bool
+    tp_ranks: int = 1
+    is_norm: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,6 +60,8 @@ class PlannedBucket:
     units: tuple[int, ...]
     is_around: bool
     is_expert: bool
+    tp_ranks: int = 1
+    is_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ class BucketTable:
         self._bucket_bytes = job.bucket_bytes
         self._prefetch = job.prefetch
         self._shapes: dict[tuple[int, ...], int] = {}
-        self._own: dict[tuple[int, int], int] = {}
+        self._own: dict[tuple[int, int, int], int] = {}
 
     def plan(self, entries: Sequence[Entry], *, is_split: bool) -> Planning:
         trained = [entry for entry in entries if entry.trainable]
@@ -115,7 +122,8 @@ class BucketTable:
                 continue
             by_unit: dict[int, list[tuple[str, int]]] = {}
             for index, entry in reversed(members):
-                by_unit.setdefault(entry.unit, []).append((str(index), entry.elements * self._precision.parameter))
+                width = self._precision.norm if entry.is_norm else self._precision.parameter
+                by_unit.setdefault(entry.unit, []).append((str(index), entry.elements * width))
             units = [tuple(sizes) for sizes in by_unit.values()]
             for names in plan_buckets(units, bucket_bytes=self._bucket_bytes):
                 found.append([(int(name), entries[int(name)]) for name in names])
@@ -131,6 +139,8 @@ class BucketTable:
             units=tuple(dict.fromkeys(entry.unit for entry in members)),
             is_around=members[0].is_around,
             is_expert=members[0].is_expert,
+            tp_ranks=members[0].tp_ranks,
+            is_norm=members[0].is_norm,
         )
 
     def cut(self, planned: Sequence[PlannedBucket], candidate: Candidate, shard: int | None) -> list[Bucket]:
@@ -139,15 +149,16 @@ class BucketTable:
         shards, expert_shards = num_shards(candidate)
         is_whole = not self._is_element_wise and candidate.zero_stage in {1, 2}
         loads: dict[int, list[int]] = {}
-        element_bytes = min(precision.parameter, precision.gradient)
+        ordinary_bytes = min(precision.parameter, precision.gradient)
         buckets = []
         for one in planned:
             ranks = expert_shards if one.is_expert else shards
+            element_bytes = precision.norm if one.is_norm else ordinary_bytes
             if shard is None and not is_whole:
-                own = self._own.get((one.shape, ranks))
+                own = self._own.get((one.shape, ranks, element_bytes))
                 if own is None:
                     own = shard_elements(one.sizes, num_shards=ranks, element_bytes=element_bytes)
-                    self._own[one.shape, ranks] = own
+                    self._own[one.shape, ranks, element_bytes] = own
                 buckets.append(Bucket(one, ranks, own * ranks, own, own, len(one.sizes)))
                 continue
             partition = partition_bucket(
@@ -165,11 +176,16 @@ class BucketTable:
         return buckets
 
     def most_gathered(self, buckets: Sequence[Bucket]) -> int:
-        """Elements: what lies around the units, and units in a row: one that computes, those fetched ahead of it.
+        """Bytes: what lies around the units, and units in a row: one that computes, those fetched ahead of it.
 
         The unit before is freed when the next one has come, so two are whole even where nothing is fetched ahead.
         """
-        around = sum(bucket.whole for bucket in buckets if bucket.planned.is_around)
+        precision = self._precision
+
+        def size(bucket: Bucket) -> int:
+            return bucket.whole * (precision.norm if bucket.planned.is_norm else precision.parameter)
+
+        around = sum(size(bucket) for bucket in buckets if bucket.planned.is_around)
         inside = [bucket for bucket in buckets if not bucket.planned.is_around]
         holds: dict[int, list[int]] = {}
         for index, bucket in enumerate(inside):
@@ -178,12 +194,12 @@ class BucketTable:
         units = sorted(holds)
         window = max(2, 1 + self._prefetch)
         if all(len(bucket.planned.units) == 1 for bucket in inside):
-            sizes = [sum(inside[index].whole for index in holds[unit]) for unit in units]
+            sizes = [sum(size(inside[index]) for index in holds[unit]) for unit in units]
             return around + largest_run(sizes, window)
         most = 0
         for start in range(max(1, len(units) - window + 1)):
             there = {index for unit in units[start : start + window] for index in holds[unit]}
-            most = max(most, sum(inside[index].whole for index in there))
+            most = max(most, sum(size(inside[index]) for index in there))
         return around + most
 
 

@@ -109,10 +109,17 @@ def reserved_bytes(tensors_bytes: int, device_name: str) -> Interval:
     return _interval("allocator", _kind(device_name)).times(tensors_bytes)
 
 
-def device_bytes(reserved: Interval, communicators: int, device_name: str) -> Interval:
-    """What the device must have for it, in a process that communicates in so many groups."""
+def device_bytes(
+    reserved: Interval, communicators: int, device_name: str, *, context: tuple[float, float, float] | None = None
+) -> Interval:
+    """What the device must have for it, in a process that communicates in so many groups.
+
+    context: low, expected and high of the process before it trains, where that was measured.
+    """
     kind = _kind(device_name)
     groups = _interval("communicator", kind).times(communicators)
+    if context is not None:
+        return reserved + Interval(low=context[0], expected=context[1], high=context[2]) + groups
     return reserved + _interval("context", kind) + groups
 
 

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunks_on
+from hybrid.contracts.schedule_choice import schedule_placement
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory_buckets import EXACT_PARAMETERS, BucketTable, Entry, Planning, largest_run, num_shards
-from hybrid.planner.model_spec import ModelSpec, ParameterSpec
+from hybrid.planner.model_spec import ModelSpec, ParameterSpec, UnitSpec
 
 __all__ = ["EXACT_PARAMETERS", "StateBytes", "StateTable", "num_shards"]
 
@@ -35,6 +37,8 @@ class StateBytes:
         gathered_run: stage 3: all of it.
         bookkeeping: positions of padding (8 bytes each), an element that stands for each gradient, step counters.
         own_elements: trained elements of the own shards, padding included.
+        apart: of them those that travel in another way: (tp ranks that sum their gradients, whether they are norms of
+            another type) -> elements.
     """
 
     parameters: int = 0
@@ -48,6 +52,7 @@ class StateBytes:
     gathered_run: int = 0
     bookkeeping: int = 0
     own_elements: int = 0
+    apart: tuple[tuple[tuple[int, bool], int], ...] = ()
 
     @property
     def offloaded(self) -> int:
@@ -71,6 +76,7 @@ class StateBytes:
             gathered_run=max(chunk.gathered_run for chunk in chunks),
             bookkeeping=sum(chunk.bookkeeping for chunk in chunks),
             own_elements=sum(chunk.own_elements for chunk in chunks),
+            apart=tuple(one for chunk in chunks for one in chunk.apart),
         )
 
 
@@ -109,7 +115,7 @@ class StateTable:
         self._buckets = BucketTable(job)
         self._known: dict[tuple[object, ...], StateBytes] = {}
         self._ranks: dict[tuple[object, ...], tuple[StateBytes, ...]] = {}
-        self._looks: dict[tuple[int, int], _Looks] = {}
+        self._looks: dict[tuple[int, int, ChunkPlacement], _Looks] = {}
         self._plannings: dict[tuple[object, ...], Planning] = {}
         self._chunk_keys: dict[tuple[object, ...], int] = {}
 
@@ -121,21 +127,22 @@ class StateTable:
             shard: of one place in the shard group; None: of the largest.
         """
         cutting = (*_cutting(candidate), shard)
-        key = (id(chunks), candidate.pp, cutting)
+        key = (id(chunks), candidate.pp, schedule_placement(candidate.schedule), cutting)
         if key not in self._ranks:
-            looks = self._looks_of(chunks, candidate.pp)
+            looks = self._looks_of(chunks, candidate)
             counted = [self._of_rank(rank, candidate, cutting, shard) for rank in looks.ranks]
             self._ranks[key] = tuple(counted[place] for place in looks.places)
         return self._ranks[key]
 
-    def _looks_of(self, chunks: tuple[range, ...], pp: int) -> _Looks:
+    def _looks_of(self, chunks: tuple[range, ...], candidate: Candidate) -> _Looks:
         """What each pipeline rank holds; ranks that look alike cost alike."""
-        key = (id(chunks), pp)
+        pp, placement = candidate.pp, schedule_placement(candidate.schedule)
+        key = (id(chunks), pp, placement)
         if key not in self._looks:
             ranks: dict[tuple[object, ...], tuple[_ChunkLook, ...]] = {}
             order = []
             for pp_rank in range(pp):
-                mine = chunks[pp_rank::pp]
+                mine = tuple(chunks[at] for at in chunks_on(pp_rank, pp, len(chunks), placement))
                 skipped, shared = self._tied(mine, chunks)
                 held = tuple(self._chunk_look(chunk, skipped, shared, pp) for chunk in mine)
                 alike = tuple(look.key for look in held)
@@ -223,13 +230,18 @@ class StateTable:
             for index, parameter in enumerate(unit.parameters):
                 if (at, index) in skipped:
                     continue
+                tp_ranks = _tp_ranks(unit, parameter, candidate)
+                is_norm = parameter.is_norm and self._precision.norm > 0
+                key = (at, index) if (at, index) in shared else _key(parameter, candidate, tp_ranks)
                 yield Entry(
                     place,
                     is_around,
                     parameter.local_elements(candidate.tp, ep=candidate.ep),
-                    (at, index) if (at, index) in shared else _key(parameter, candidate),
-                    parameter.is_expert,
+                    (*key, is_norm),
+                    parameter.is_expert and candidate.ep > 1,
                     parameter.trainable,
+                    tp_ranks,
+                    is_norm,
                 )
 
     # -- bytes --------------------------------------------------------------------------------------------
@@ -240,7 +252,9 @@ class StateTable:
         own = sum(bucket.own for bucket in buckets)
         whole = sum(bucket.whole for bucket in buckets)
         padding = whole - planning.trained_elements
-        parameters = (whole + planning.frozen_elements) * precision.parameter
+        widths = [self._widths(bucket.planned.is_norm) for bucket in buckets]
+        parameters = sum(b.whole * width for b, (width, _, _) in zip(buckets, widths, strict=True))
+        parameters += planning.frozen_elements * precision.parameter
         gathered = gathered_run = 0
         if candidate.zero_stage == 3:
             frozen_buckets = self._buckets.cut(planning.frozen, candidate, shard)
@@ -248,24 +262,40 @@ class StateTable:
             everything = [*buckets, *frozen_buckets]
             cut = [bucket for bucket in everything if bucket.num_shards > 1]
             # Where nobody shares the state there is nothing to gather, and no shard beside the whole.
-            parameters = sum(b.own if b.num_shards > 1 else b.whole for b in everything) * precision.parameter
-            gathered = self._buckets.most_gathered(cut) * precision.parameter
-            gathered_run = sum(bucket.whole for bucket in cut) * precision.parameter
+            parameters = sum(
+                (b.own if b.num_shards > 1 else b.whole) * self._widths(b.planned.is_norm)[0] for b in everything
+            )
+            gathered = self._buckets.most_gathered(cut)
+            gathered_run = sum(bucket.whole * self._widths(bucket.planned.is_norm)[0] for bucket in cut)
         counters = 4 * sum(bucket.slices for bucket in buckets) if optimizer.name in _COUNTING else 0
-        gradients = [bucket.whole * precision.gradient for bucket in buckets]
+        gradients = [bucket.whole * width for bucket, (_, width, _) in zip(buckets, widths, strict=True)]
+        apart = [
+            ((bucket.planned.tp_ranks, bucket.planned.is_norm), bucket.own)
+            for bucket in buckets
+            if bucket.planned.tp_ranks > 1 or bucket.planned.is_norm
+        ]
         return StateBytes(
             parameters=parameters,
-            gradients=whole * precision.gradient,
+            gradients=sum(gradients),
             two_buckets=largest_run(gradients, 2),
             six_buckets=largest_run(gradients, 6),
-            gradient_shards=own * precision.gradient,
-            masters=own * precision.master,
+            gradient_shards=sum(b.own * width for b, (_, width, _) in zip(buckets, widths, strict=True)),
+            masters=sum(b.own * width for b, (_, _, width) in zip(buckets, widths, strict=True)),
             optimizer_state=sum(bucket.owned for bucket in buckets) * optimizer.state,
             gathered=gathered,
             gathered_run=gathered_run,
-            bookkeeping=8 * padding + precision.parameter * planning.num_trained + counters,
+            bookkeeping=8 * padding
+            + sum(len(b.planned.sizes) * width[0] for b, width in zip(buckets, widths, strict=True))
+            + counters,
             own_elements=own,
+            apart=tuple(apart),
         )
+
+    def _widths(self, is_norm: bool) -> tuple[int, int, int]:
+        """Bytes of an element of a parameter, its gradient and its master."""
+        if is_norm:
+            return self._precision.norm, self._precision.norm, 0
+        return self._precision.parameter, self._precision.gradient, self._precision.master
 
 
 def _dividing(candidate: Candidate) -> tuple[object, ...]:
@@ -278,13 +308,20 @@ def _cutting(candidate: Candidate) -> tuple[object, ...]:
     return (*_dividing(candidate), num_shards(candidate), candidate.zero_stage == 3, candidate.zero_stage > 0)
 
 
-def _key(parameter: ParameterSpec, candidate: Candidate) -> tuple[object, ...]:
+def _key(parameter: ParameterSpec, candidate: Candidate, tp_ranks: int) -> tuple[object, ...]:
     """What parameters of one bucket share: over which ranks their gradients are summed, which ranks hold copies."""
-    if parameter.is_expert:
+    if parameter.is_expert and candidate.ep > 1:
         return ("expert",)
     if candidate.tp == 1:
         return ()
+    return ("whole" if parameter.cut_dim is None else "cut", tp_ranks)
+
+
+def _tp_ranks(unit: UnitSpec, parameter: ParameterSpec, candidate: Candidate) -> int:
+    """Ranks of the tp group that have each a part of a parameter's gradient; 1: all have the same, or their own cut."""
+    if candidate.tp == 1 or parameter.is_expert:
+        return 1
     if parameter.cut_dim is None:
-        return ("whole", candidate.sequence_parallel)
-    copies = candidate.tp // parameter.min_parts if 0 < parameter.min_parts < candidate.tp else 1
-    return ("cut", copies)
+        is_partial = parameter.is_on_heads or (candidate.sequence_parallel and unit.kind == "block")
+        return candidate.tp if is_partial else 1
+    return candidate.tp // parameter.min_parts if 0 < parameter.min_parts < candidate.tp else 1

@@ -45,6 +45,8 @@ class ParameterSpec:
         is_expert: one of a mixture's experts: cut over `ep` and replicated over expert-data-parallel ranks.
         tied_to: `unit.name` of the parameter of another unit that this one is; it is stored once per stage.
         trainable: has gradient, master and optimizer state.
+        is_on_heads: whole on every tp rank, and works on the heads that are there: each has a part of its gradient.
+        is_norm: of one of torch's own normalisation layers, which may keep another type (`Precision.norm`).
     """
 
     name: str
@@ -54,6 +56,8 @@ class ParameterSpec:
     is_expert: bool = False
     tied_to: str | None = None
     trainable: bool = True
+    is_on_heads: bool = False
+    is_norm: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -200,6 +204,7 @@ class UnitSpec:
             head); backward has as many.
         gathered_forward, gathered_backward: elements per token of what a forward and a backward gather over the tp
             group beside them (fused layers without parts).
+        leaves_last_sum: backward needs nothing behind the last sum over tp, so that full recompute leaves that out.
         expert_rows: token rows per token that travel to experts and back (top_k); 0 without experts.
         logits_per_token: elements of the logits per token (the head only).
     """
@@ -218,6 +223,7 @@ class UnitSpec:
     num_tp_reductions: int = 0
     gathered_forward: tuple[int, ...] = ()
     gathered_backward: tuple[int, ...] = ()
+    leaves_last_sum: bool = False
     expert_rows: float = 0.0
     logits_per_token: int = 0
 
@@ -245,8 +251,8 @@ class UnitSpec:
         return (
             self.kind, self.parameters, self.matmuls, self.attentions, tuple(sorted(self.activations.items())),
             self.traffic_whole, self.traffic_cut, self.traffic_pairs, self.num_kernels, self.input_bytes,
-            self.num_tp_reductions, self.gathered_forward, self.gathered_backward, self.expert_rows,
-            self.logits_per_token,
+            self.num_tp_reductions, self.gathered_forward, self.gathered_backward, self.leaves_last_sum,
+            self.expert_rows, self.logits_per_token,
         )  # fmt: skip
 
 

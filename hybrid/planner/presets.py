@@ -15,7 +15,7 @@ from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.nearest import nearest
 from hybrid.planner.transformer import transformer_spec
 
-__all__ = ["preset", "preset_names", "preset_table"]
+__all__ = ["preset", "preset_config", "preset_names", "preset_table"]
 
 
 @lru_cache(maxsize=1)
@@ -44,6 +44,19 @@ def preset(name: str, **changes: Any) -> ModelSpec:
     Raises:
         PlanError: no model of that name; with the nearest names.
     """
+    config, found = preset_config(name)
+    entry = preset_table()[found]
+    architecture = architecture_of(config, name=found, **changes)
+    notes = (str(entry["note"]),) if "note" in entry else ()
+    return transformer_spec(architecture, source=f"preset {found}: {entry['source']}", notes=notes)
+
+
+def preset_config(name: str) -> tuple[Mapping[str, Any], str]:
+    """(fields of a config.json, the name as it is listed) of a model by name.
+
+    Raises:
+        PlanError: no model of that name; with the nearest names.
+    """
     table = preset_table()
     known = {_plain(other): other for other in table}
     found = known.get(_plain(name))
@@ -52,10 +65,7 @@ def preset(name: str, **changes: Any) -> ModelSpec:
             f"no model is known as {name!r}{nearest(_plain(name), table)}; a config.json, a folder with one, or the "
             "module itself with an example batch works too"
         )
-    entry = table[found]
-    architecture = architecture_of(entry["config"], name=found, **changes)
-    notes = (str(entry["note"]),) if "note" in entry else ()
-    return transformer_spec(architecture, source=f"preset {found}: {entry['source']}", notes=notes)
+    return table[found]["config"], found
 
 
 def _plain(name: str) -> str:

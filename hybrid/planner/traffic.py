@@ -54,10 +54,13 @@ def gather_message(elements: float, precision: Precision) -> StateMessage:
     return StateMessage(kind="all_gather", axes=("dp_shard", "cp"), num_bytes=elements * precision.parameter)
 
 
-def state_bytes(elements: float, precision: Precision, candidate: Candidate) -> dict[str, float]:
-    """`reduce`, `replicas`, `gather` -> bytes that one rank sends in a step for this many elements of its stage."""
+def state_bytes(elements: float, precision: Precision, candidate: Candidate, *, tp_ranks: int = 1) -> dict[str, float]:
+    """`reduce`, `replicas`, `gather` -> bytes that one rank sends in a step for this many elements of its stage.
+
+    `tp_ranks`: of the tp group that have each a part of their gradients, and sum them as replicas do.
+    """
     c = candidate
-    shards, replicas = c.dp_shard * c.cp, c.dp_replicate
+    shards, replicas = c.dp_shard * c.cp, c.dp_replicate * tp_ranks
     reduction = reduction_message(elements, precision, zero_stage=c.zero_stage)
     num_reductions = c.num_micro_batches if c.zero_stage >= 2 and c.grad_reduce == "every_micro_batch" else 1
     num_gathers = {0: 0, 1: 1, 2: 1, 3: 1 if c.reshard_after == "run" else 2 * c.num_micro_batches}[c.zero_stage]

@@ -195,5 +195,6 @@ def _unit(
         num_tp_reductions=ledger.num_tp_reductions,
         gathered_forward=tuple(ledger.gathered_forward),
         gathered_backward=tuple(ledger.gathered_backward),
+        leaves_last_sum=not arch.hidden_dropout and arch.is_pre_norm and arch.norms_per_block == 2,
         expert_rows=ledger.expert_rows,
     )

@@ -54,17 +54,20 @@ def _linear(
         yield ParameterSpec(name=f"{name}.bias", shape=(out_features,), cut_dim=bias_dim, min_parts=min_parts)
 
 
-def _norm(name: str, width: int, *, bias: bool) -> _Made:
-    yield ParameterSpec(name=f"{name}.weight", shape=(width,))
+def _norm(name: str, width: int, *, bias: bool, is_on_heads: bool = False) -> _Made:
+    """With a bias it is torch's own layer norm; the others are classes of the families."""
+    yield ParameterSpec(name=f"{name}.weight", shape=(width,), is_on_heads=is_on_heads, is_norm=bias)
     if bias:
-        yield ParameterSpec(name=f"{name}.bias", shape=(width,))
+        yield ParameterSpec(name=f"{name}.bias", shape=(width,), is_norm=True)
 
 
 def _of_embedding(arch: Architecture, role: str, name: str) -> _Made:
     hidden, width = arch.hidden, arch.embedding_width or arch.hidden
     match role:
         case "token":
-            yield ParameterSpec(name=f"{name}.weight", shape=(arch.vocab, width), cut_dim=0)
+            yield ParameterSpec(
+                name=f"{name}.weight", shape=(arch.vocab, width), cut_dim=0 if arch.is_table_cut else None
+            )
         case "position" if arch.position_rows:
             yield ParameterSpec(name=f"{name}.weight", shape=(arch.position_rows, hidden))
         case "segment" if arch.num_segments:
@@ -104,7 +107,8 @@ def _of_head(arch: Architecture, family: Family, role: str, name: str) -> _Made:
             yield from _linear(name, hidden, arch.vocab, bias=arch.head_bias)
         case "head" if arch.head != "none":
             tied = f"embedding.{family.embedding['token']}.weight" if arch.is_tied else None
-            yield ParameterSpec(name=f"{name}.weight", shape=(arch.vocab, width), cut_dim=0, tied_to=tied)
+            cut_dim = 0 if arch.is_table_cut else None
+            yield ParameterSpec(name=f"{name}.weight", shape=(arch.vocab, width), cut_dim=cut_dim, tied_to=tied)
             if arch.head_bias:
                 yield ParameterSpec(name=f"{name}.bias", shape=(arch.vocab,), cut_dim=0)
 
@@ -136,7 +140,7 @@ def _of_attention(arch: Architecture, family: Family, role: str, name: str) -> _
         case "qkv":
             yield from _linear(name, hidden, query + 2 * kv, bias=arch.qkv_bias, cut="column", is_transposed=flip)
         case "q_norm" | "k_norm" if arch.has_qk_norm:
-            yield from _norm(name, arch.head_dim, bias=False)
+            yield from _norm(name, arch.head_dim, bias=False, is_on_heads=True)
         case "out":
             yield from _linear(name, query, hidden, bias=arch.out_bias, cut="row", is_transposed=flip)
 

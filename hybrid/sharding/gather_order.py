@@ -37,8 +37,10 @@ class GatherOrder:
         """A whole number; those of all ranks add up to 0 if the ranks of every group gathered alike.
 
         The weights of a group's ranks add up to 0, and so do the terms if their digests are one number. Unequal ones
-        do so by an accident of one in a million.
+        do so by an accident of one in a million. In a dry run nobody else is there to gather otherwise.
         """
+        if self._group.backend == "dry":
+            return 0.0
         weights = [zlib.crc32(b"%d" % rank) >> 32 - _BITS for rank in self._group.ranks]
         weights[-1] = -sum(weights[:-1])
         return float(weights[self._group.rank] * (self._digest >> 32 - _BITS))

@@ -23,6 +23,10 @@ __all__ = ["GradientHandle", "Unscaler"]
 Unscaler = Callable[[list[str], torch.Tensor, torch.Tensor], None]
 
 _DTYPE: Any = getattr(torch.Tensor, "dtype").__get__  # noqa: B009
+_REPLACING: frozenset[Any] = frozenset((getattr(torch.Tensor, "data").__set__, shims.COPIES_SHALLOW))  # noqa: B009
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type", "float", "double", "half", "bfloat16", "type_as")
+)
 
 
 class GradientHandle(torch.Tensor):
@@ -66,6 +70,10 @@ class GradientHandle(torch.Tensor):
             return None
         if func in METADATA_CALLS:
             return super().__torch_function__(func, types, args, kwargs or {})
+        if func in _CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
+            return args[0]
+        if func in _REPLACING and args[0] is args[1]:  # what module.to(...) does then
+            return True if func is shims.COPIES_SHALLOW else None
         name = getattr(func, "__name__", str(func))
         if name == "__get__" and hasattr(func, "__self__"):
             name = getattr(func.__self__, "__name__", name)
@@ -89,6 +97,16 @@ class GradientHandle(torch.Tensor):
         raise GradientAccessError(
             f"the gradient of {self.fqn!r} cannot be saved through `p.grad`; save model.named_gradients() instead"
         )
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a conversion leaves a gradient as it is: `module.to(dtype)` inside a forward, to the dtype it has."""
+    handle, *others = args
+    if not isinstance(handle, GradientHandle):
+        return False
+    with shims.plain_tensors():
+        like = torch.empty((), dtype=handle.dtype, device=handle.device).expand(handle.shape)
+    return func(like, *others, **kwargs) is like
 
 
 def _first_fqn(*values: Any) -> str:

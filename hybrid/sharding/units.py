@@ -35,8 +35,9 @@ def plan_units(model: nn.Module, *, class_names: Sequence[str] | None = None) ->
 
     Args:
         model: the model.
-        class_names: class names of the modules that are units; None finds them: children of a `ModuleList`
-            or `Sequential` whose class stands there more than once.
+        class_names: class names of the modules that are units; None finds them: children of a `ModuleList`,
+            a `Sequential` or another module with numbered children (a `PipelineLayer`) whose class stands there more
+            than once.
 
     Raises:
         ModelError: a name in `class_names` that no module of the model has.
@@ -55,7 +56,7 @@ def plan_units(model: nn.Module, *, class_names: Sequence[str] | None = None) ->
 def _repeated_blocks(model: nn.Module) -> set[str]:
     blocks: set[str] = set()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or _inside(name, blocks):
+        if not _is_list(module) or _inside(name, blocks):
             continue
         classes = [type(child) for child in module.children()]
         for child_name, child in module.named_children():
@@ -63,6 +64,13 @@ def _repeated_blocks(model: nn.Module) -> set[str]:
             if classes.count(type(child)) > 1 and has_parameters:
                 blocks.add(f"{name}.{child_name}" if name else child_name)
     return {block for block in blocks if not _inside(block, blocks - {block})}
+
+
+def _is_list(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return True
+    names = [name for name, _ in module.named_children()]
+    return len(names) > 1 and names == [str(place) for place in range(len(names))]
 
 
 def _named_blocks(model: nn.Module, class_names: Sequence[str]) -> set[str]:

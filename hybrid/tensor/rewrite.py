@@ -48,18 +48,14 @@ def is_cut_by_hand(model: nn.Module) -> bool:
 
 
 def planned_cuts(model: nn.Module, facts: ModelFacts | None, plan: TensorPlan | None, *, group: Group) -> TensorCuts:
-    """The cuts of every parameter on every tp rank, by a plan or of layers built by hand. *Collective* over tp."""
+    """The cuts of every parameter on every tp rank, by a plan or of layers built by hand (*collective* over tp)."""
     own: dict[str, Cut] = {}
     partial: set[str] = set()
     if plan is not None:
         assert facts is not None
         partial |= set(plan.partial)
-        for fqn, rule in plan.rules.items():
-            known = facts.by_fqn[fqn]
-            for name, cut in rule.cuts(known, rank=group.rank, degree=group.size).items():
-                fqn_here = known.parameter_fqn(name)
-                # By each name: a pipeline stage may know a tied parameter by another one than the first.
-                own[facts.first_names[fqn_here]] = own[fqn_here] = cut
+        everyone = [_cuts_by_plan(facts, plan, rank=rank, degree=group.size) for rank in range(group.size)]
+        own = everyone[group.rank]
     else:
         first = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         for module in model.modules():
@@ -67,10 +63,22 @@ def planned_cuts(model: nn.Module, facts: ModelFacts | None, plan: TensorPlan | 
                 info = module.tensor_parallel
                 own |= {first[id(module.get_parameter(name))]: cut for name, cut in info.cuts.items()}
                 partial |= {first[id(module.get_parameter(name))] for name in info.partial}
-    everyone = ops.all_gather_object(own, group=group)
+        everyone = ops.all_gather_object(own, group=group)
     return TensorCuts(
         group=group, cuts={fqn: tuple(cuts[fqn] for cuts in everyone) for fqn in own}, partial=frozenset(partial)
     )
+
+
+def _cuts_by_plan(facts: ModelFacts, plan: TensorPlan, *, rank: int, degree: int) -> dict[str, Cut]:
+    """What a tp rank has of each parameter."""
+    cuts: dict[str, Cut] = {}
+    for fqn, rule in plan.rules.items():
+        known = facts.by_fqn[fqn]
+        for name, cut in rule.cuts(known, rank=rank, degree=degree).items():
+            fqn_here = known.parameter_fqn(name)
+            # By each name: a pipeline stage may know a tied parameter by another one than the first.
+            cuts[facts.first_names[fqn_here]] = cuts[fqn_here] = cut
+    return cuts
 
 
 def cut_parameters(model: nn.Module, cuts: TensorCuts) -> None:
@@ -104,6 +112,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
     group = cuts.group
     region = CutRegion(group)
     modules = dict(model.named_modules(remove_duplicate=False))
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
     dims = _sequence_dims(modules, plan)
     entries: dict[tuple[str, bool, int], Entry] = {}
     for fqn, rule in plan.rules.items():
@@ -118,7 +127,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
                 ColumnParallelLinear.adopt(
                     module,
                     group=group,
-                    cut=_own(cuts, model, module, "weight"),
+                    cut=_own(cuts, names, module, "weight"),
                     entry=entry,
                     gather_output=rule.gather_output,
                     region=region,
@@ -127,19 +136,19 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
                 RowParallelLinear.adopt(
                     module,
                     group=group,
-                    cut=_own(cuts, model, module, "weight"),
+                    cut=_own(cuts, names, module, "weight"),
                     input_is_parallel=not rule.split_input,
                     sequence_dim=dim,
                     region=region,
                 )
             case "vocab":
-                cut = _own(cuts, model, module, "weight")
+                cut = _own(cuts, names, module, "weight")
                 VocabParallelEmbedding.adopt(module, group=group, cut=cut, region=region)
             case "embedding_colwise":
-                cut = _own(cuts, model, module, "weight")
+                cut = _own(cuts, names, module, "weight")
                 ColumnParallelEmbedding.adopt(module, group=group, cut=cut, region=region)
             case "head":
-                cut = _own(cuts, model, module, "weight")
+                cut = _own(cuts, names, module, "weight")
                 VocabParallelHead.adopt(module, group=group, cut=cut, entry=Entry(group), region=region)
             case "attention":
                 ParallelMultiheadAttention.adopt(
@@ -189,9 +198,9 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
     model.register_forward_hook(end)
 
 
-def _own(cuts: TensorCuts, model: nn.Module, module: nn.Module, name: str) -> Cut:
-    parameter = module.get_parameter(name)
-    fqn = next(fqn for fqn, other in model.named_parameters() if other is parameter)
+def _own(cuts: TensorCuts, names: Mapping[int, str], module: nn.Module, name: str) -> Cut:
+    """The cut of a module's parameter; `names`: of the model's parameters, by their ids."""
+    fqn = names[id(module.get_parameter(name))]
     cut = cuts.own(fqn)
     assert cut is not None, fqn
     return cut
@@ -238,14 +247,9 @@ def _sequence_dims(modules: Mapping[str, nn.Module], plan: TensorPlan) -> dict[s
     """Module -> dim of its activations that is the sequence: the last but one, save where torch's modules say first."""
     if not plan.sequence_parallel:
         return {}
-    dims: dict[str, int] = {}
-    for fqn in modules:
-        dims[fqn] = -2
-        for other, module in modules.items():
-            if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer | nn.MultiheadAttention):
-                if (fqn == other or fqn.startswith(f"{other}.")) and not _batch_first(module):
-                    dims[fqn] = 0
-    return dims
+    torchs = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer | nn.MultiheadAttention
+    first = [name for name, module in modules.items() if isinstance(module, torchs) and not _batch_first(module)]
+    return {fqn: 0 if any(fqn == one or fqn.startswith(f"{one}.") for one in first) else -2 for fqn in modules}
 
 
 def _batch_first(module: nn.Module) -> bool:

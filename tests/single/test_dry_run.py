@@ -1,0 +1,194 @@
+"""Dry runs: huge worlds on this machine, what is left as it was, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hybrid
+from hybrid.errors import BatchError, HybridError, ModelError, PlanError, StrategyError
+from tests.tensor_gpt import GPT, GPT_PLAN
+
+WORLD_SIZE = 16_384
+MEBIBYTE = 2**20
+
+
+class Wide(nn.Sequential):
+    """A chain whose weights alone would be 34 GB."""
+
+    def __init__(self) -> None:
+        width = 16_384
+        super().__init__(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(32)))
+
+
+def wide() -> tuple[nn.Module, torch.Tensor]:
+    return Wide(), torch.zeros(1, 16_384)
+
+
+def gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return GPT(), {"ids": torch.zeros(1, 8, dtype=torch.int64)}
+
+
+def make_strategy(**settings: Any) -> hybrid.DistributedStrategy:
+    return hybrid.DistributedStrategy(settings)
+
+
+def test_a_rank_of_a_huge_job_costs_no_memory() -> None:
+    """The point of it: neither the size of the model nor that of the world is there."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    strategy = make_strategy(
+        sharding=True,
+        sharding_configs={"stage": 2, "shard_size": 1024},
+        pipeline=True,
+        pipeline_configs={"degree": 8},
+        accumulate_steps=8,
+        amp=True,
+        amp_configs={"level": "O2"},
+    )
+    (one,) = hybrid.dryrun(strategy, wide, world_size=WORLD_SIZE, ranks=[WORLD_SIZE - 1]).ranks
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < 300 * MEBIBYTE
+    elements = 4 * (16_384**2 + 16_384)  # of the last four layers
+    kinds = one.bytes_by_point["after_step"]
+    assert one.stage == 7
+    assert one.layers == ("28", "29", "30", "31")
+    assert 0 <= kinds["parameters"] - 2 * elements < 8 * 1024 * 128  # at most 128 bytes of padding for each shard
+    assert kinds["masters"] == 2 * kinds["parameters"] // 1024
+    assert one.sent_bytes("dp_shard") == (8 * 2 + 1) * kinds["parameters"] * 1023 // 1024
+    assert one.sent_bytes("dp_replicate") == 2 * kinds["masters"] // 2  # two replicas
+
+
+def test_every_kind_of_rank_once_and_all_of_them_counted() -> None:
+    """67 words over 2 tp ranks, and buckets of which the last shards have less than the first."""
+    strategy = make_strategy(
+        sharding=True,
+        sharding_configs={"stage": 1, "shard_size": 4, "bucket_bytes": 4096},
+        tensor_parallel=True,
+        tensor_parallel_configs={"degree": 2, "plan": GPT_PLAN},
+    )
+    found = hybrid.dryrun(strategy, gpt, world_size=16, all_distinct=True)
+    assert found.alike is not None
+    assert sum(found.alike.values()) == 16
+    assert len(found.ranks) > 1
+    state = [one.bytes_by_point["after_step"]["optimizer_state"] for one in found.ranks]
+    assert len(set(state)) > 1
+    every = hybrid.dryrun(strategy, gpt, world_size=16, ranks=range(16))
+    held = [one.bytes_by_point["after_step"]["optimizer_state"] for one in every.ranks]
+    assert sum(held) == sum(size * found.alike[one.rank] for size, one in zip(state, found.ranks, strict=True))
+    assert json.loads(json.dumps(found.to_dict()))["alike"]
+
+
+def test_nothing_is_left_behind() -> None:
+    """Random state, the job and the model's factory are as before; a real model may be wrapped right after."""
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    hybrid.dryrun(make_strategy(), gpt, world_size=4)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not hybrid.is_initialized()
+    hybrid.init()
+    try:
+        with pytest.raises(HybridError, match=r"in a job already: call hybrid\.shutdown\(\)"):
+            hybrid.dryrun(make_strategy(), gpt, world_size=4)
+    finally:
+        hybrid.shutdown()
+
+
+class Deciding(nn.Module):
+    """Skips a layer where an activation is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Gate(), Gate()])
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.inner:
+            value = layer(value)
+        return value
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.layer(value) if value.abs().max() > 1 else value
+
+
+def deciding() -> tuple[nn.Module, torch.Tensor]:
+    return Deciding(), torch.zeros(2, 4)
+
+
+REFUSALS: dict[str, tuple[Callable[[], Any], type[HybridError], str]] = {
+    "a rank that is not there": (
+        lambda: hybrid.dryrun(make_strategy(), gpt, world_size=8, ranks=[0, 8]),
+        StrategyError,
+        "rank 8: the ranks of 8 processes are 0 to 7",
+    ),
+    "degrees that do not divide": (
+        lambda: hybrid.dryrun(
+            make_strategy(pipeline=True, pipeline_configs={"degree": 3}), gpt, world_size=16, ranks=[0]
+        ),
+        StrategyError,
+        "16",
+    ),
+    "an unknown model": (
+        lambda: hybrid.dryrun(make_strategy(), "llama3-70", world_size=8),
+        PlanError,
+        "did you mean .*llama3-70b",
+    ),
+    "a model instead of a factory": (
+        lambda: hybrid.dryrun(make_strategy(), nn.Linear(2, 2), world_size=8),
+        ModelError,
+        "give a function that makes it",
+    ),
+    "no sample": (
+        lambda: hybrid.dryrun(make_strategy(), lambda: nn.Linear(2, 2), world_size=8),
+        BatchError,
+        "needs a sample",
+    ),
+    "a model that decides by values": (
+        lambda: hybrid.dryrun(make_strategy(), deciding, world_size=8),
+        ModelError,
+        r"'inner\.0', a Gate \(test_dry_run\.py, line \d+\), looks at values",
+    ),
+    "an unknown optimizer": (
+        lambda: hybrid.dryrun(make_strategy(), gpt, world_size=8, optimizer="lamb"),
+        StrategyError,
+        "known: adamw",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_run_dry_is_refused_by_name(case: str) -> None:
+    """A guess at what a model would have decided is worse than no answer."""
+    call, kind, words = REFUSALS[case]
+    with pytest.raises(kind, match=words):
+        call()
+    assert not hybrid.is_initialized()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp16": {"amp": True, "amp_configs": {"dtype": "float16", "level": "O2"}, "gradient_clipping": 1.0},
+    "offload": {"sharding": True, "sharding_configs": {"stage": 3, "offload": "parameters"}, "accumulate_steps": 2},
+    "deferred gather": {"sharding": True, "sharding_configs": {"stage": 1, "overlap_param_gather": True}},
+    "recompute": {"recompute": True, "recompute_configs": {"policy": "selective"}, "compile": True},
+    "whole parameters": {"sharding": True, "sharding_configs": {"stage": 2, "partition": "parameter"}},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_comes_to_its_end_under_every_setting(name: str) -> None:
+    """A step that is skipped, or left half-way, would show too little memory and traffic."""
+    strategy = make_strategy(micro_batch_size=1, **SETTINGS[name])
+    (one,) = hybrid.dryrun(strategy, gpt, world_size=8, ranks=[3]).ranks
+    kinds = one.bytes_by_point["after_step"]
+    assert kinds.get("optimizer_state", 0) + kinds.get("host_optimizer_state", 0) > 0
+    assert "optimizer step" in one.actions
+    assert ("compile is left out" in " ".join(one.notes)) == (name == "recompute")
