@@ -1,7 +1,7 @@
 """Unmodified models that a pipeline cuts by their own forward, with their batches.
 
     demo ... unet    written by hand or of torch.nn: (inputs, labels) and a loss function
-    llama ...        of `transformers`, with random weights: a dict with labels, the model computes its loss
+    llama ...        of `transformers` (tiny_transformers.py): a dict with labels, the model computes its loss
 
 Models and batches are functions of their names and seeds alone.
 """
@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn import functional
 
 from hybrid.demo.gpt import GPT
+from tests.tiny_transformers import CLASSES, SIDE, SOUND, VOCABULARY, tiny
 
-__all__ = ["MODELS", "VOCABULARY", "OwnModel", "build", "llama", "mixtral"]
+__all__ = ["MODELS", "VOCABULARY", "OwnModel", "build"]
 
-VOCABULARY = 37
 # A later step is longer, shorter, and has fewer samples: nothing of a stage may count on sizes.
 LENGTHS, SIZES = (8, 8, 10, 4), (8, 8, 4, 8)
 STEPS = len(LENGTHS)
@@ -101,14 +101,14 @@ def _no_mask(step: int) -> dict[str, torch.Tensor]:
 def _images(step: int) -> dict[str, torch.Tensor]:
     generator = _seeded(step)
     return {
-        "pixel_values": torch.randn(SIZES[step], 3, 6, 6, generator=generator),
-        "labels": torch.randint(5, (SIZES[step],), generator=generator),
+        "pixel_values": torch.randn(SIZES[step], 3, SIDE, SIDE, generator=generator),
+        "labels": torch.randint(CLASSES, (SIZES[step],), generator=generator),
     }
 
 
 def _speech(step: int) -> dict[str, torch.Tensor]:
     return {
-        "input_features": torch.randn(SIZES[step], 8, 20, generator=_seeded(step)),
+        "input_features": torch.randn(SIZES[step], *SOUND, generator=_seeded(step)),
         "labels": _ids(step, length=5),
     }
 
@@ -214,127 +214,6 @@ def _transformer() -> nn.Module:
     return nn.Transformer(16, 2, 3, 3, 24, dropout=0.0, batch_first=True)
 
 
-# ---- models of transformers ------------------------------------------------------------------------------------------
-
-GROUPED: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "intermediate_size": 30,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-}
-
-
-def llama(**settings: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**GROUPED, **settings))
-
-
-def _qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=10))
-
-
-def mixtral(**settings: Any) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = GROUPED | {"hidden_size": 32, "intermediate_size": 16}  # grouped products want multiples of 16 bytes
-    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, **settings))
-
-
-def _gpt2(dropout: float = 0.0) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=20, n_layer=4, n_head=2, n_positions=16, **rates, **NO_TOKENS)
-    )
-
-
-NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=20,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            intermediate_size=30,
-            max_position_embeddings=16,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-def _vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            image_size=6,
-            patch_size=2,
-            hidden_size=20,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            intermediate_size=30,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=5,
-        )
-    )
-
-
-def _t5(dropout: float = 0.0) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=20,
-            d_kv=10,
-            d_ff=30,
-            num_layers=3,
-            num_heads=2,
-            dropout_rate=dropout,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
-
-
-def _whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=VOCABULARY,
-            d_model=20,
-            encoder_layers=3,
-            decoder_layers=3,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=30,
-            decoder_ffn_dim=30,
-            num_mel_bins=8,
-            max_source_positions=10,
-            max_target_positions=16,
-            dropout=0.0,
-            decoder_start_token_id=0,
-            **NO_TOKENS,
-        )
-    )
-
-
 def _square(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(output, labels)
 
@@ -346,13 +225,13 @@ MODELS: dict[str, OwnModel] = {
     "transformer": OwnModel(make=_transformer, batch=_two_vectors, loss_fn=_square),
     "unet": OwnModel(make=UNet, batch=_pictures, loss_fn=_square),
     "resnet": OwnModel(make=ResNet, batch=_classes, loss_fn=functional.cross_entropy),
-    "llama": OwnModel(make=llama, batch=_text),
-    "llama-tied": OwnModel(make=functools.partial(llama, tie_word_embeddings=True), batch=_no_mask),
-    "qwen3": OwnModel(make=_qwen3, batch=_text),
-    "gpt2": OwnModel(make=_gpt2, batch=_text),
-    "bert": OwnModel(make=_bert, batch=_text),
-    "vit": OwnModel(make=_vit, batch=_images),
-    "t5": OwnModel(make=_t5, batch=_text),
-    "mixtral": OwnModel(make=mixtral, batch=_no_mask),
-    "whisper": OwnModel(make=_whisper, batch=_speech),
+    "llama": OwnModel(make=functools.partial(tiny, "llama"), batch=_text),
+    "llama-tied": OwnModel(make=functools.partial(tiny, "llama", tie_word_embeddings=True), batch=_no_mask),
+    "qwen3": OwnModel(make=functools.partial(tiny, "qwen3"), batch=_text),
+    "gpt2": OwnModel(make=functools.partial(tiny, "gpt2"), batch=_text),
+    "bert": OwnModel(make=functools.partial(tiny, "bert"), batch=_text),
+    "vit": OwnModel(make=functools.partial(tiny, "vit"), batch=_images),
+    "t5": OwnModel(make=functools.partial(tiny, "t5", layers=3), batch=_text),
+    "mixtral": OwnModel(make=functools.partial(tiny, "mixtral"), batch=_no_mask),
+    "whisper": OwnModel(make=functools.partial(tiny, "whisper", layers=3), batch=_speech),
 }

@@ -20,7 +20,7 @@ from tests.own_forward_models import MODELS, OwnModel, build
 from tests.parity import TOLERANCES, compare_tensors
 from tests.pipeline_models import make_adamw, own, pipeline_variant
 
-__all__ = ["assert_like_plain"]
+__all__ = ["assert_like_plain", "differences_from_plain"]
 
 
 def plain_loss(model: nn.Module, chosen: OwnModel, micro_batch: Any) -> torch.Tensor:
@@ -57,7 +57,13 @@ def _train_plain(chosen: OwnModel, plain: nn.Module, *, steps: int, mb: int) -> 
     return plain, wanted
 
 
-def assert_like_plain(
+def assert_like_plain(name: str, **settings: Any) -> None:
+    """`differences_from_plain` finds none. *Collective.*"""
+    problems = differences_from_plain(name, **settings)
+    assert not problems, f"{name}: " + "\n".join(problems[:12])
+
+
+def differences_from_plain(
     name: str,
     *,
     pp: int = 2,
@@ -69,8 +75,11 @@ def assert_like_plain(
     built: str = "after",
     odd_samples: bool = False,
     **settings: Any,
-) -> None:
-    """Plain torch on the first rank, then a pipeline: the same losses, norms, gradients and weights. *Collective.*"""
+) -> list[str]:
+    """Plain torch on the first rank, then a pipeline: losses, norms, gradients and weights that are not the same.
+
+    The first rank tells what it compared, every rank what the ranks should have alike. *Collective.*
+    """
     chosen = MODELS[name]
     is_low = tolerances is not None
     tolerances = tolerances or TOLERANCES[torch.float32]
@@ -116,7 +125,7 @@ def assert_like_plain(
         if any(other != everyone[0] for other in everyone):
             problems.append(f"the ranks have {everyone}")
         if plain is None:
-            return
+            return problems
         wanted_weights = plain.state_dict()
         if list(weights) != list(wanted_weights):
             problems.append(f"weights are {list(weights)}, not {list(wanted_weights)}")
@@ -125,4 +134,4 @@ def assert_like_plain(
         plain.eval()
         with torch.no_grad():
             compare("loss", "evaluation loss", evaluated, plain_loss(plain, chosen, chosen.batch(0)).item())
-    assert not problems, f"{name}: " + "\n".join(problems[:12])
+    return problems

@@ -28,7 +28,7 @@ from tests.models import BATCH_SIZE, MODELS, build, cut
 from tests.parity_case import CLIPS, PIECES, TRAIN_WAYS, Case, even_cuts, make_optimizer, pieces_of
 from tests.ranks import RankFailure, run_ranks
 
-__all__ = ["STEPS", "TOLERANCES", "Record", "Worlds", "compare_tensors", "reference", "verify"]
+__all__ = ["LOW", "STEPS", "TOLERANCES", "Record", "Worlds", "compare_tensors", "reference", "verify"]
 
 STEPS = 5
 
@@ -42,6 +42,8 @@ TOLERANCES = {
     # Losses and norms are returned in float32, whatever the dtype of the model.
     torch.float64: {"loss": 2e-7, "norm": 1e-7, "gradient": 1e-12, "weight": 1e-12, "state": 1e-12, "buffer": 1e-12},
 }
+# Half precision rounds each activation: only errors of a formula (a factor, a missing sum) are far outside.
+LOW = {"loss": 2e-2, "norm": 5e-2, "gradient": 8e-2, "weight": 2e-2, "state": 0.1}
 FLOORS = {"loss": 1e-2, "norm": 1e-2, "gradient": 1e-2, "weight": 1.0, "state": 1e-3, "buffer": 1.0}
 
 

@@ -6,6 +6,7 @@
     thrice    the embedding's weight also mixes in the middle: over 4 stages it is on three of them
     layers    as chain, a hybrid.PipelineLayer of LayerDesc; its own loss_fn
     shared    as tied, by SharedLayerDesc
+    own       no chain: a forward of its own with a skip over all blocks; tied, and a parameter outside the layers
 
 Models and batches are functions of their names and seeds alone; a batch is that of the whole world.
 """
@@ -30,6 +31,8 @@ __all__ = [
     "PLAN",
     "PRECISIONS",
     "SAMPLES",
+    "SCHEDULES",
+    "TWO_CHUNKS",
     "Case",
     "assert_as_plain",
     "batch_of",
@@ -45,6 +48,10 @@ __all__ = [
 SAMPLES, LENGTH, VOCABULARY, WIDTH = 24, 5, 13, 15
 HIDDEN = (18, 30, 18, 34, 22)
 PLAN = {"*.widen": "colwise", "*.narrow": "rowwise", "*.scale": "replicated", "*.unused": "replicated"}
+OWN_PLAN = {f"blocks.{pattern}": style for pattern, style in PLAN.items()}
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv")
+TWO_CHUNKS = {"interleaved", "zbv"}  # per stage
 
 # Name -> settings of amp_configs; a dtype for a run without amp.
 PRECISIONS: Mapping[str, Any] = {
@@ -81,6 +88,26 @@ class Mixing(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value + torch.tanh(value @ self.weight.t()) @ self.weight / VOCABULARY
+
+
+class Own(nn.Module):
+    """Eight calls of units, as the chains have layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = _embedding()
+        self.blocks = nn.ModuleList(Block(hidden) for hidden in HIDDEN)
+        self.blocks[1].requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.words.weight
+        self.skip = nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first = value = self.words(tokens)
+        for block in self.blocks:
+            value = block(value)
+        return self.head(self.norm(value + first * self.skip))
 
 
 def _embedding() -> nn.Embedding:
@@ -129,6 +156,7 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "thrice": lambda split: _sequential(thrice=True),
     "layers": lambda split: _pipeline_layer(shared=False, split=split),
     "shared": lambda split: _pipeline_layer(shared=True, split=split),
+    "own": lambda split: Own(),
 }
 
 
@@ -290,7 +318,11 @@ class Case:
     @property
     def counts(self) -> tuple[int, ...] | None:
         """Layers of each chunk."""
-        return UNEVEN[self.pp * (2 if self.schedule == "interleaved" else 1)] if self.split == "uneven" else None
+        return UNEVEN[self.pp * (2 if self.schedule in TWO_CHUNKS else 1)] if self.split == "uneven" else None
+
+    @property
+    def _cuts_own(self) -> bool:
+        return self.model == "own" and self.tp > 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -312,6 +344,7 @@ class Case:
             split=None if is_listed else self.counts,
             amp=amp if isinstance(amp, dict) else None,
             gradient_clipping=CLIPS[self.clip],
+            **({"tensor_parallel_configs": {"degree": self.tp, "plan": OWN_PLAN}} if self._cuts_own else {}),
         )
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 import hybrid
 from hybrid.collectives.deferred import deferred_backend
-from tests.parity import TOLERANCES, compare_tensors
+from tests.parity import LOW, TOLERANCES, compare_tensors
 from tests.ranks import RankFailure, run_plain, run_ranks
 from tests.tensor_case import CLIP, TensorCase
 from tests.tensor_gpt import SAMPLES, Batch
@@ -33,9 +33,6 @@ __all__ = ["STEPS", "Record", "Runs", "assert_copies_alike", "data_rank", "diges
 
 STEPS = 5
 STEPS_WITH_GRADIENTS = (0, 2)
-
-# Half precision rounds each activation: only errors of a formula (a factor, a missing sum) are far outside.
-LOW = {"loss": 2e-2, "norm": 5e-2, "gradient": 8e-2, "weight": 2e-2, "state": 0.1}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,9 +13,10 @@ from hybrid.mesh import Mesh
 from hybrid.sharding.engine import ShardingEngine
 from hybrid.sharding.optimizer_kind import Scope, Trial, known_scope, try_out
 from hybrid.sharding.optimizer_tables import find_own_table
+from hybrid.strategy import ResolvedStrategy
 from hybrid.tensor.cuts import TensorCuts
 
-__all__ = ["OptimizerFit", "check_whole", "fit_optimizer"]
+__all__ = ["OptimizerFit", "OptimizerNeed", "OptimizerPlace", "check_whole", "fit_optimizer", "need_of", "refusal"]
 
 _OTHERS = "AdamW or SGD"
 
@@ -34,58 +35,136 @@ class OptimizerFit:
     needs_whole_parameters: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerNeed:
+    """What an optimizer is.
+
+    name: of its class.
+    scope: what one update depends on.
+    trial: what it did on small copies of its parameters; None of one that is known.
+    """
+
+    name: str
+    scope: Scope
+    trial: Trial | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPlace:
+    """Where an optimizer is to work: what is cut of its parameters and state.
+
+    world_size, pp, dp_shard, tp: degrees.
+    is_cut: whether state is cut over data-parallel ranks.
+    frees: whether parameters are there only while their unit computes.
+    asked: the strategy's partition.
+    by_parameter: whether each parameter lies whole on one rank already.
+    cut_over_tp: a parameter of this optimizer that the tp ranks have a part of each; empty if there is none.
+    has_strange: whether it holds parameters that no bucket has (frozen ones, those of other stages).
+    """
+
+    world_size: int
+    pp: int
+    dp_shard: int
+    tp: int
+    is_cut: bool
+    frees: bool
+    asked: Literal["auto", "element", "parameter"]
+    by_parameter: bool
+    cut_over_tp: str = ""
+    has_strange: bool = False
+
+    @classmethod
+    def under(cls, resolved: ResolvedStrategy) -> OptimizerPlace:
+        """As the strategy says, before the model is known."""
+        return cls(
+            world_size=resolved.world_size,
+            pp=resolved.layout.degree("pp"),
+            dp_shard=resolved.shard_size,
+            tp=resolved.layout.degree("tp"),
+            is_cut=resolved.zero_stage > 0 and resolved.shard_size > 1,
+            frees=resolved.zero_stage == 3 and (resolved.shard_size > 1 or resolved.offload == "parameters"),
+            asked=resolved.partition,
+            by_parameter=resolved.partition == "parameter",
+        )
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether no rank updates all parameters."""
+        return self.is_cut or self.pp > 1
+
+
 def fit_optimizer(
     optimizer: torch.optim.Optimizer,
     engine: ShardingEngine,
     *,
     mesh: Mesh,
-    asked: Literal["auto", "element", "parameter"],
+    resolved: ResolvedStrategy,
     cuts: TensorCuts | None,
-    has_stages: bool,
 ) -> OptimizerFit:
     """Find out what an optimizer needs. *Collective* for one that is not known to be element-wise.
-
-    Args:
-        asked: the strategy's partition.
-        has_stages: whether other pipeline stages hold other parameters.
 
     Raises:
         OptimizerError: it cannot be right here; the same on every rank.
     """
-    name = type(optimizer).__name__
-    _check_form(optimizer, name)
-    scope = known_scope(optimizer)
-    if scope is Scope.ELEMENT:
-        return OptimizerFit(name=name, scope=scope, needs_whole_parameters=False)
-    is_cut = any(bucket.partition.num_shards > 1 for bucket in engine.buckets)
-    trial, table = Trial(), ""
-    if scope is None:
-        table = _problem_of_table(optimizer, name, engine, is_spread=is_cut or has_stages)
-        trial = try_out(optimizer, device=engine.device)
-        scope = Scope.ALL if trial.couples else Scope.PARAMETER
+    need = need_of(optimizer, device=engine.device)
+    if need.scope is Scope.ELEMENT:
+        return OptimizerFit(name=need.name, scope=need.scope, needs_whole_parameters=False)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    problem = (
-        table
-        or _problem_of_trial(name, trial, world_size=mesh.world_size, is_spread=is_cut or has_stages, asked=asked)
-        or (_problem_of_spread(name, mesh, is_cut=is_cut, has_stages=has_stages) if scope is Scope.ALL else "")
-        or _problem_of_cuts(name, parameters, engine, cuts, mesh)
-        or _problem_of_partition(name, engine, asked=asked, is_cut=is_cut)
+    place = replace(
+        OptimizerPlace.under(resolved),
+        by_parameter=engine.partition_kind == "parameter",
+        cut_over_tp=_cut_over_tp(parameters, engine, cuts),
+        has_strange=any(engine.fqn_of.get(id(parameter)) not in engine.bucket_of for parameter in parameters),
     )
+    problem = refusal(optimizer, need, place)
     # Stages hold other parameters, of which only some may be cut: one answer for all.
     everyone = ops.all_gather_object(problem, group=mesh.world)
     if any(everyone):
         raise OptimizerError(problem or next(other for other in everyone if other))
-    needs_whole = is_cut or engine.settings.zero_stage > 0
-    return OptimizerFit(name=name, scope=scope, needs_whole_parameters=needs_whole and engine.unsharder is None)
+    needs_whole = engine.settings.zero_stage > 0 and not place.frees
+    return OptimizerFit(name=need.name, scope=need.scope, needs_whole_parameters=needs_whole)
+
+
+def need_of(optimizer: torch.optim.Optimizer, *, device: torch.device) -> OptimizerNeed:
+    """What its class says or, where that is not known, what it does on small copies of its parameters.
+
+    Raises:
+        OptimizerError: it can be used nowhere.
+    """
+    name = type(optimizer).__name__
+    _check_form(optimizer, name)
+    scope = known_scope(optimizer)
+    if scope is not None:
+        return OptimizerNeed(name=name, scope=scope, trial=None)
+    trial = try_out(optimizer, device=device)
+    return OptimizerNeed(name=name, scope=Scope.ALL if trial.couples else Scope.PARAMETER, trial=trial)
+
+
+def refusal(optimizer: torch.optim.Optimizer, need: OptimizerNeed, place: OptimizerPlace) -> str:
+    """Why it cannot be right in its place, and the way out; empty if it can."""
+    if need.scope is Scope.ELEMENT:
+        return ""
+    return (
+        _problem_of_table(optimizer, need, place)
+        or _problem_of_trial(need, place)
+        or _problem_of_spread(need, place)
+        or _problem_of_cuts(need.name, place.cut_over_tp, tp=place.tp)
+        or _problem_of_partition(need.name, place)
+    )
 
 
 def check_whole(
     name: str, parameters: list[torch.nn.Parameter], engine: ShardingEngine, cuts: TensorCuts | None, mesh: Mesh
 ) -> None:
     """Raises OptimizerError: one of these is cut over tp, for an optimizer that needs it whole."""
-    problem = _problem_of_cuts(name, parameters, engine, cuts, mesh)
+    problem = _problem_of_cuts(name, _cut_over_tp(parameters, engine, cuts), tp=mesh.degree("tp"))
     if problem:
         raise OptimizerError(problem)
+
+
+def _cut_over_tp(parameters: list[torch.nn.Parameter], engine: ShardingEngine, cuts: TensorCuts | None) -> str:
+    fqns = (engine.fqn_of.get(id(parameter)) for parameter in parameters)
+    return next((fqn for fqn in fqns if fqn in engine.bucket_of and cuts is not None and cuts.own(fqn)), None) or ""
 
 
 def _check_form(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -120,20 +199,19 @@ def _check_form(optimizer: torch.optim.Optimizer, name: str) -> None:
         )
 
 
-def _problem_of_table(optimizer: torch.optim.Optimizer, name: str, engine: ShardingEngine, *, is_spread: bool) -> str:
-    """Of an optimizer that keeps something for each parameter outside its state."""
-    table = find_own_table(optimizer)
+def _problem_of_table(optimizer: torch.optim.Optimizer, need: OptimizerNeed, place: OptimizerPlace) -> str:
+    """Of an optimizer that is not known, and keeps something for each parameter outside its state."""
+    table = find_own_table(optimizer) if need.trial is not None else None
     if table is None:
         return ""
-    what = f"{name} keeps something for each parameter in .{table.attribute}, beside its state"
+    what = f"{need.name} keeps something for each parameter in .{table.attribute}, beside its state"
     instead = f"; let it keep that in self.state[p], for each p of its groups, or use {_OTHERS}"
     if not table.by_place:
         return (
             f"{what}: while it steps its groups hold slices of the parameters, which are not in there, and what is "
             f"there would be neither cut nor saved{instead}"
         )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if is_spread or any(engine.fqn_of.get(id(parameter)) not in engine.bucket_of for parameter in parameters):
+    if place.is_spread or place.has_strange:
         return (
             f"{what}, by its place: while it steps its groups hold only the parameters that this rank updates, without "
             f"frozen ones, so that the places would be others{instead}"
@@ -141,18 +219,19 @@ def _problem_of_table(optimizer: torch.optim.Optimizer, name: str, engine: Shard
     return ""
 
 
-def _problem_of_trial(name: str, trial: Trial, *, world_size: int, is_spread: bool, asked: str) -> str:
-    if trial.draws and world_size > 1:
+def _problem_of_trial(need: OptimizerNeed, place: OptimizerPlace) -> str:
+    name, trial = need.name, need.trial or Trial()
+    if trial.draws and place.world_size > 1:
         return (
             f"the step of {name} draws random numbers, and each rank would draw others, so that the copies of a weight "
             f"part; use {_OTHERS}, or one process"
         )
-    if trial.sends and world_size > 1:
+    if trial.sends and place.world_size > 1:
         return (
             f"the step of {name} talks to the other ranks by itself ({trial.sends}), as if each of them had every "
             "parameter; use its version for one process: hybrid shares the work out"
         )
-    if trial.error and is_spread and asked != "parameter":
+    if trial.error and place.is_spread and place.asked != "parameter":
         return (
             f"{name} is not known here, and could not be tried on small copies of its parameters ({trial.error}). If "
             "its update of each parameter depends on that parameter alone, say so: sharding_configs['partition'] = "
@@ -161,45 +240,43 @@ def _problem_of_trial(name: str, trial: Trial, *, world_size: int, is_spread: bo
     return ""
 
 
-def _problem_of_spread(name: str, mesh: Mesh, *, is_cut: bool, has_stages: bool) -> str:
+def _problem_of_spread(need: OptimizerNeed, place: OptimizerPlace) -> str:
     """Of an optimizer that must see all parameters at once."""
-    if has_stages:
+    if need.scope is not Scope.ALL:
+        return ""
+    if place.pp > 1:
         return (
-            f"{name} updates each parameter by all of them together, and each of the {mesh.degree('pp')} pipeline "
+            f"{need.name} updates each parameter by all of them together, and each of the {place.pp} pipeline "
             f"stages has its own: use pipeline_configs.degree = 1 with stage 0, or {_OTHERS}"
         )
-    if is_cut:
+    if place.is_cut:
         return (
-            f"{name} updates each parameter by all of them together (a step or a norm over the whole model), and they "
-            f"are cut over {mesh.degree('dp_shard')} ranks: use sharding_configs.stage = 0 or shard_size = 1, or "
+            f"{need.name} updates each parameter by all of them together (a step or a norm over the whole model), and "
+            f"they are cut over {place.dp_shard} ranks: use sharding_configs.stage = 0 or shard_size = 1, or "
             f"{_OTHERS}. If it only clips by a global norm, switch that off and set strategy.gradient_clipping"
         )
     return ""
 
 
-def _problem_of_cuts(
-    name: str, parameters: list[torch.nn.Parameter], engine: ShardingEngine, cuts: TensorCuts | None, mesh: Mesh
-) -> str:
-    fqns = (engine.fqn_of.get(id(parameter)) for parameter in parameters)
-    cut = next((fqn for fqn in fqns if fqn in engine.bucket_of and cuts is not None and cuts.own(fqn)), None)
-    if cut is None:
+def _problem_of_cuts(name: str, cut: str, *, tp: int) -> str:
+    if not cut:
         return ""
     return (
-        f"{name} is not known to update each element by itself, and {cut!r} is cut over "
-        f"{mesh.degree('tp')} tensor-parallel ranks, so no rank has it whole: use {_OTHERS} (also for "
-        "the cut parameters alone, in a second optimizer), or tensor_parallel_configs.degree = 1"
+        f"{name} is not known to update each element by itself, and {cut!r} is cut over {tp} tensor-parallel ranks, so "
+        f"no rank has it whole: use {_OTHERS} (also for the cut parameters alone, in a second optimizer), or "
+        "tensor_parallel_configs.degree = 1"
     )
 
 
-def _problem_of_partition(name: str, engine: ShardingEngine, *, asked: str, is_cut: bool) -> str:
-    if not is_cut or engine.partition_kind == "parameter":
+def _problem_of_partition(name: str, place: OptimizerPlace) -> str:
+    if not place.is_cut or place.by_parameter:
         return ""
-    if asked == "element":
+    if place.asked == "element":
         return (
             f"{name} is not known to update each element by itself, so it cannot step on slices that cut "
             "through a parameter: set sharding_configs['partition'] = 'parameter' (or 'auto')"
         )
-    if engine.unsharder is not None:
+    if place.frees:
         return (
             f"{name} is not known to update each element by itself, so at stage 3 it needs "
             f"sharding_configs['partition'] = 'parameter' from the start; or use {_OTHERS}"

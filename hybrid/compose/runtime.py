@@ -87,6 +87,8 @@ class Runtime:
         # and those of which the settled gradients are the mean already, if somebody looked in between.
         self.accumulated_weight: torch.Tensor | None = None
         self._settled_weight: float | None = None
+        self.accumulated_labels: torch.Tensor | None = None
+        """Of the same calls, what tells whether all micro-batches have as many labels per sample."""
         # Whether other ranks may have gradients that are not settled, even if this one has none. Set where all ranks
         # pass alike (train_batch, step, zero_grad), cleared by a settlement: so all decide alike without asking.
         self.may_have_new = True
@@ -109,14 +111,7 @@ class Runtime:
         """
         if self.engine.host is not None:
             check_host_update(optimizer)
-        fit = fit_optimizer(
-            optimizer,
-            self.engine,
-            mesh=self.mesh,
-            asked=self.strategy.partition,
-            cuts=self.cuts,
-            has_stages=self.stages is not None,
-        )
+        fit = fit_optimizer(optimizer, self.engine, mesh=self.mesh, resolved=self.strategy, cuts=self.cuts)
         if fit.needs_whole_parameters and self.engine.partition_kind != "parameter":
             self._repartition(fit)
         self._cut_state(optimizer)
@@ -232,7 +227,7 @@ class Runtime:
 
     def forget_accumulation(self) -> None:
         """The gradients that train_batch left are gone, and with them their weight."""
-        self.accumulated_weight = self._settled_weight = None
+        self.accumulated_weight = self._settled_weight = self.accumulated_labels = None
         self._failed = ""
         self.engine.reducer.saw_plain_backward = False
 

@@ -121,8 +121,8 @@ def _types_as_before(before: dict[str, torch.dtype]) -> Callable[..., None]:
 
 def install_casts(model: nn.Module, *, custom_fp32: Sequence[str], norms: bool) -> None:
     """Make the modules in `custom_fp32`, and with `norms` torch's normalisation layers, compute in fp32."""
-    for name in dict.fromkeys([*_fp32_modules(model, custom_fp32), *(_norms(model) if norms else ())]):
-        module = model.get_submodule(name)
+    chosen = [*_fp32_modules(model, custom_fp32), *(_norms(model) if norms else ())]
+    for module in dict.fromkeys(model.get_submodule(name) for name in chosen):  # one with two names once
         module.forward = _in_fp32(module.forward)
 
 
@@ -181,11 +181,12 @@ _NORMS = (
 
 
 def _norms(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, _NORMS)]
+    """Under all of their names."""
+    return [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NORMS)]
 
 
 def _fp32_modules(model: nn.Module, wanted: Sequence[str]) -> list[str]:
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     classes = {name: {base.__name__ for base in type(module).__mro__} for name, module in modules.items()}
     unknown = [one for one in wanted if one not in modules and not any(one in names for names in classes.values())]
     if unknown:
@@ -193,7 +194,8 @@ def _fp32_modules(model: nn.Module, wanted: Sequence[str]) -> list[str]:
             f"amp_configs.custom_fp32 names {unknown}: no module and no class of the model; it has the classes "
             f"{sorted({type(module).__name__ for module in modules.values()})}"
         )
-    return [name for name in modules if name in wanted or classes[name] & set(wanted)]
+    chosen = {id(module) for name, module in modules.items() if name in wanted or classes[name] & set(wanted)}
+    return [name for name, module in modules.items() if id(module) in chosen]
 
 
 def _inside(fqn: str, modules: Sequence[str]) -> bool:

@@ -12,12 +12,9 @@ import contextlib
 import functools
 import hashlib
 import math
-import pickle
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +23,15 @@ from torch import nn
 
 import hybrid
 from hybrid.collectives.deferred import deferred_backend
+from tests.case_worlds import CaseWorlds, selected_cases
 from tests.pairwise import cover, everything, missing_pairs
-from tests.parity import TOLERANCES, compare_tensors
+from tests.parity import LOW, TOLERANCES, compare_tensors
 from tests.pipeline_models import (
     CLIPS,
     MODELS,
     PRECISIONS,
+    SCHEDULES,
+    TWO_CHUNKS,
     Case,
     batch_of,
     build,
@@ -39,12 +39,9 @@ from tests.pipeline_models import (
     make_adamw,
     own,
 )
-from tests.ranks import RankFailure, run_ranks
 
 STEPS = 5
 STEPS_WITH_GRADIENTS = (0, 2)  # reading settles them, so the other steps take the way that nobody watches
-# Half precision rounds each activation: only errors of a formula (a factor, a missing sum) are far outside.
-LOW = {"loss": 2e-2, "norm": 5e-2, "gradient": 8e-2, "weight": 2e-2, "state": 0.1}
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": (2, 4, 1),
@@ -52,7 +49,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dp_shard": (1, 2),
     "dp_replicate": (1, 2),
     "zero_stage": (0, 1, 2, 3),
-    "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1"),
+    "schedule": SCHEDULES,
     "mb": (4, 2, 3, 1),
     "model": tuple(MODELS),
     "precision": tuple(PRECISIONS),
@@ -66,10 +63,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 # In the default run: what the rest of the suite covers without a pipeline is left to the full run.
 DEFAULT: dict[str, tuple[Any, ...]] = FACTORS | {
-    "schedule": ("1f1b", "gpipe", "interleaved"),  # split backwards have their own file
+    "schedule": ("1f1b", "interleaved", "zb-h1", "zbv"),
     "mb": (4, 3, 1),
     "pp": (2, 4),
-    "model": ("thrice", "shared"),
+    "model": ("thrice", "shared", "own"),
     "precision": ("fp64", "bf16O2", "fp16"),
     "grad_reduce": ("auto", "every_micro_batch"),
     "clip": ("norm", "value"),
@@ -91,7 +88,7 @@ def allowed(choice: dict[str, Any], *, most_ranks: int = 8) -> bool:
         return False
     if pp == 1 and (choice.get("schedule", "1f1b") != "1f1b" or choice.get("split", "auto") != "auto"):
         return False
-    if choice.get("split") == "uneven" and (pp, choice.get("schedule", "1f1b")) == (4, "interleaved"):
+    if choice.get("split") == "uneven" and pp == 4 and choice.get("schedule", "1f1b") in TWO_CHUNKS:
         return False  # 8 layers in 8 chunks
     grad_reduce = choice.get("grad_reduce", "auto")
     if grad_reduce in {"every_micro_batch", 2} and zero_stage < 2:
@@ -190,6 +187,13 @@ def reference(name: str, dtype: torch.dtype, clip: str) -> Record:
 
 def train(case: Case) -> Record:
     """What this rank sees when it trains under the case's strategy."""
+    with deferred_backend() if case.backend == "deferred" else contextlib.nullcontext():
+        record = _train(case)
+        hybrid.shutdown()
+    return record
+
+
+def _train(case: Case) -> Record:
     model: Any = build(case.model, split=case.counts, dtype=case.dtype)
     if isinstance(model, hybrid.PipelineLayer) and case.built == "before":
         model.build()
@@ -198,7 +202,8 @@ def train(case: Case) -> Record:
             for parameter in model.parameters():
                 parameter.add_(1)
     optimizer: Any = make_adamw(model) if case.built == "before" else None
-    model = hybrid.distributed_model(model, strategy=case.strategy())
+    sample = batch_of(0)[0][:2] if case.model == "own" and case.pp > 1 else None
+    model = hybrid.distributed_model(model, strategy=case.strategy(), sample=sample)
     optimizer = hybrid.distributed_optimizer(optimizer or make_adamw(model))
     keywords = {} if case.model in {"layers", "shared"} and case.pp > 1 else {"loss_fn": cross_entropy}
     record, mesh = Record(), hybrid.get_mesh()
@@ -238,53 +243,11 @@ def held_here(model: Any, tp_rank: int) -> Iterator[tuple[str, str]]:
             yield f"{fqn}{f' part {tp_rank}' if is_cut else ''}", digest(parameter.detach().clone())
 
 
-def _run_world(cases: Sequence[Case], folder: str) -> None:
-    """On each rank: run the cases in turn, and leave each result in a file as soon as it is there."""
-    for index, case in enumerate(cases):
-        with deferred_backend() if case.backend == "deferred" else contextlib.nullcontext():
-            record = train(case)
-            hybrid.shutdown()
-        path = Path(folder, f"{index}-{torch.distributed.get_rank()}")
-        path.with_suffix(".part").write_bytes(pickle.dumps(record))
-        path.with_suffix(".part").rename(path)
-
-
 # ---- comparison ------------------------------------------------------------------------------------------------------
 
 
-class Runs:
-    """Runs all cases of one size in one world, when the first of them is asked for."""
-
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self._cases = list(cases)
-        self._problems: dict[Case, list[str]] = {}
-
-    def problems(self, case: Case) -> list[str]:
-        """Everything in which the case differs from the plain run; a world that failed is a problem too."""
-        if case not in self._problems:
-            self._run([other for other in self._cases if other.world_size == case.world_size])
-        return self._problems[case]
-
-    def _run(self, cases: list[Case]) -> None:
-        """A case that fails takes its world with it: the ones after it get a fresh world."""
-        while cases:
-            failure, done = "", 0
-            with tempfile.TemporaryDirectory(prefix="hybrid-parity-") as folder:
-                try:
-                    run_ranks(
-                        _run_world, cases[0].world_size, cases, folder,
-                        timeout_seconds=40 + 4 * len(cases), group_timeout_seconds=30,
-                    )  # fmt: skip
-                except RankFailure as error:
-                    failure = str(error)
-                for index, case in enumerate(cases):
-                    paths = [Path(folder, f"{index}-{rank}") for rank in range(case.world_size)]
-                    if not all(path.exists() for path in paths):
-                        self._problems[case], done = [failure], index + 1
-                        break
-                    self._problems[case] = verify(case, [pickle.loads(path.read_bytes()) for path in paths])
-                    done = index + 1
-            cases = cases[done:]
+def worlds(cases: Sequence[Case]) -> CaseWorlds[Case]:
+    return CaseWorlds(cases, run=train, verify=verify)
 
 
 def verify(case: Case, records: Sequence[Record]) -> list[str]:
@@ -339,16 +302,14 @@ def _differences(records: Sequence[Record]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest) -> Runs:
+def runs(request: pytest.FixtureRequest) -> CaseWorlds[Case]:
     """One world per number of ranks, for the cases that this session has selected."""
-    items = [item for item in request.session.items if item.path == request.path]
-    cases = [item.callspec.params.get("case") for item in items if hasattr(item, "callspec")]
-    return Runs([case for case in cases if isinstance(case, Case)])
+    return worlds(selected_cases(request, Case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_equals_one_process(case: Case, runs: Runs) -> None:
+def test_equals_one_process(case: Case, runs: CaseWorlds[Case]) -> None:
     """Losses, gradients, norm, weights, optimizer state: equal to plain torch, and alike on all ranks."""
     problems = runs.problems(case)
     assert not problems, "\n".join([f"{len(problems)} differences, among them", *problems[:8]])
@@ -360,7 +321,7 @@ def test_equals_one_process(case: Case, runs: Runs) -> None:
 def test_whole_product_equals_one_process(pp: int, zero_stage: int) -> None:
     """The same promise for every combination of the settings that interact most."""
     chosen = list(full_cases(pp, zero_stage))
-    all_runs = Runs(chosen)
+    all_runs = worlds(chosen)
     failed = {case.id: all_runs.problems(case) for case in chosen}
     wrong = [f"{name}: {len(found)} differences, first: {found[0]}" for name, found in failed.items() if found]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(chosen)} cases", *wrong])
@@ -369,7 +330,7 @@ def test_whole_product_equals_one_process(pp: int, zero_stage: int) -> None:
 def test_every_pair_of_settings_is_in_the_default_run() -> None:
     """The cover covers, and stays small."""
     assert missing_pairs(PAIRS, {name: DEFAULT[name] for name in ORDER}, allowed=ALLOWED) == []
-    assert len(CASES) <= 22
+    assert len(CASES) <= 25
     assert len({case.id for case in CASES}) == len(CASES)
 
 

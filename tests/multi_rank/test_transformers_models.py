@@ -1,6 +1,6 @@
 """Real models of `transformers`, as their users train them: what one process gives, at stages 0 to 3.
 
-Tiny and with random weights, built from a configuration: nothing is downloaded.
+They are those of tiny_transformers.py, on ranks with other numbers of samples and of tokens that count.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import hybrid
 from tests.multi_rank.case_runs import own_part, seeded, strategy_of, weights_of
 from tests.parity import TOLERANCES, compare_tensors
 from tests.ranks import run_ranks
+from tests.tiny_transformers import CLASSES, SIDE, SOUND, VOCABULARY, tiny
 
-# `transformers` is imported on the ranks only: it takes a second, and collecting tests should not.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
-STEPS, SAMPLES, LENGTH, VOCABULARY = 2, 5, 7, 37  # 2 and 3 samples on two ranks
+STEPS, SAMPLES, LENGTH = 2, 5, 7  # 2 and 3 samples on two ranks
 CLIP = 0.5
 Batch = dict[str, torch.Tensor]
 
@@ -41,142 +41,13 @@ class Kind:
 # ---- models ------------------------------------------------------------------------------------------------------
 
 
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=30,
-            max_position_embeddings=LENGTH,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+def two_layers(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    return functools.partial(tiny, name, layers=2, **settings)
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=20,
-            n_layer=2,
-            n_head=2,
-            n_positions=LENGTH,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-        )
-    )
-
-
-# Four query heads share two keys and values. No decoder here has a cache of keys and values: it is for generation, and
-# recompute would run the layer that appends to it twice.
-GROUPED = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "intermediate_size": 30,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": LENGTH,
-    "use_cache": False,
-}
-
-
-def llama(tie_word_embeddings: bool = False) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=tie_word_embeddings))
-
-
-def tied_llama() -> nn.Module:
-    return llama(tie_word_embeddings=True)
-
-
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=10))
-
-
-def mixtral() -> nn.Module:
-    """Four experts, of which each token takes two; idle ones differ from rank to rank."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = GROUPED | {"intermediate_size": 32}  # rows of 16 bytes, for the grouped matrix product
-    return MixtralForCausalLM(MixtralConfig(**sizes, head_dim=6, num_local_experts=4, num_experts_per_tok=2))
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            image_size=6,
-            patch_size=2,
-            num_channels=3,
-            hidden_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=30,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=5,
-        )
-    )
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=20,
-            d_kv=10,
-            d_ff=30,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            use_cache=False,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
-
-
-def whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=VOCABULARY,
-            num_mel_bins=4,
-            d_model=20,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=30,
-            decoder_ffn_dim=30,
-            max_source_positions=6,
-            max_target_positions=LENGTH,
-            dropout=0.0,
-            use_cache=False,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    )
+def decoder(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Without a cache of keys and values: it is for generation."""
+    return two_layers(name, use_cache=False, **settings)
 
 
 # ---- batches and losses --------------------------------------------------------------------------------------------
@@ -198,14 +69,14 @@ def tokens(step: int) -> Batch:
 def images(step: int) -> Batch:
     generator = seeded(60 + step)
     return {
-        "pixel_values": torch.randn(SAMPLES, 3, 6, 6, generator=generator),
-        "labels": torch.randint(5, (SAMPLES,), generator=generator),
+        "pixel_values": torch.randn(SAMPLES, 3, SIDE, SIDE, generator=generator),
+        "labels": torch.randint(CLASSES, (SAMPLES,), generator=generator),
     }
 
 
 def sounds(step: int) -> Batch:
     labels = tokens(step)["labels"]
-    return {"input_features": torch.randn(SAMPLES, 4, 12, generator=seeded(90 + step)), "labels": labels}
+    return {"input_features": torch.randn(SAMPLES, *SOUND, generator=seeded(90 + step)), "labels": labels}
 
 
 def token_loss(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,15 +102,15 @@ def image_loss(model: Any, batch: Batch) -> Any:
 
 
 KINDS = {
-    "bert-tied": Kind(build=bert, batch=tokens, loss=masked_loss),
-    "gpt2-tied": Kind(build=gpt2, batch=tokens, loss=causal_loss),
-    "llama": Kind(build=llama, batch=tokens, loss=causal_loss),
-    "llama-tied": Kind(build=tied_llama, batch=tokens, loss=causal_loss),
-    "qwen3": Kind(build=qwen3, batch=tokens, loss=causal_loss),
-    "mixtral": Kind(build=mixtral, batch=tokens, loss=causal_loss),
-    "vit": Kind(build=vit, batch=images, loss=image_loss),
-    "t5-tied": Kind(build=t5, batch=tokens, loss=translation_loss),
-    "whisper-tied": Kind(build=whisper, batch=sounds, loss=translation_loss),
+    "bert-tied": Kind(build=two_layers("bert"), batch=tokens, loss=masked_loss),
+    "gpt2-tied": Kind(build=decoder("gpt2"), batch=tokens, loss=causal_loss),
+    "llama": Kind(build=decoder("llama"), batch=tokens, loss=causal_loss),
+    "llama-tied": Kind(build=decoder("llama", tie_word_embeddings=True), batch=tokens, loss=causal_loss),
+    "qwen3": Kind(build=decoder("qwen3"), batch=tokens, loss=causal_loss),
+    "mixtral": Kind(build=decoder("mixtral"), batch=tokens, loss=causal_loss),
+    "vit": Kind(build=two_layers("vit"), batch=images, loss=image_loss),
+    "t5-tied": Kind(build=decoder("t5"), batch=tokens, loss=translation_loss),
+    "whisper-tied": Kind(build=decoder("whisper"), batch=sounds, loss=translation_loss),
 }
 
 

@@ -513,6 +513,23 @@ def an_optimizer_on_a_stage_that_trains_nothing() -> None:
     hybrid.shutdown()
 
 
+def blocks_of_a_pipeline_layer_without_a_pipeline() -> None:
+    """Fault: its layers were no blocks there. Sequence parallel and recompute were refused, and stage 3 gathered all of
+    it at once."""
+    block = LayerDesc(nn.TransformerEncoderLayer, 16, 4, 20, dropout=0.0, batch_first=True)
+
+    def listed() -> nn.Module:
+        ends = LayerDesc(nn.Embedding, 13, 16), LayerDesc(nn.Linear, 16, 13)
+        return hybrid.PipelineLayer([ends[0], block, block, ends[1]], seed=5).build()
+
+    tensors = [batch_of(step, length=6) for step in range(2)]
+    tp = {"degree": 2, "sequence_parallel": True}
+    assert_as_plain(
+        listed, tensors, cross_entropy, pp=1, mb=2, stage=2, tensor_parallel=True, tensor_parallel_configs=tp
+    )
+    assert_as_plain(listed, tensors, cross_entropy, pp=1, mb=2, stage=3, recompute="full")
+
+
 # ---- worlds ----------------------------------------------------------------------------------------------------------
 
 
@@ -545,6 +562,7 @@ def test_layers_of_a_pipeline() -> None:
             a_tie_by_a_second_name,
             what_is_added_later_is_refused,
             one_value_for_the_first_layer_at_any_degree,
+            blocks_of_a_pipeline_layer_without_a_pipeline,
         ],
     )
 
