@@ -46,12 +46,18 @@ def offer(parameter: torch.Tensor, sink: Sink) -> None:
 def sink_for(tensor: torch.Tensor, weight: torch.Tensor) -> Sink | None:
     """Where a layer in whose forward `tensor` meets `weight` may write the gradient of the weight, in backward.
 
-    None also where the graph must be torch's own: in a compiled forward, transforms of torch.func, forward mode.
+    None also where the graph must be torch's own: in a compiled forward, transforms of torch.func, forward mode; and
+    for tensors of other classes.
     """
     sink = _sinks.get(id(weight))
     if sink is None or not (torch.is_grad_enabled() and weight.requires_grad) or torch.compiler.is_compiling():
         return None
-    if type(tensor) not in _PLAIN or shims.in_function_transform() or shims.in_forward_mode():
+    if (
+        type(tensor) not in _PLAIN
+        or type(weight) is not torch.nn.Parameter
+        or shims.in_function_transform()
+        or shims.in_forward_mode()
+    ):
         return None
     return sink
 

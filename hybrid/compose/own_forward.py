@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,25 @@ import torch
 from torch import nn
 
 from hybrid.collectives import ops
-from hybrid.contracts.stage_split import chunk_rank
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank
 from hybrid.errors import BatchError, ModelError
 from hybrid.mesh import Mesh
+from hybrid.pipeline.flow import assign_chunks
 from hybrid.pipeline.holders import Holders
-from hybrid.pipeline.plan import OwnForwardPlan, plan_own_forward
+from hybrid.pipeline.plan import OwnForwardPlan, plan_own_forward, signature_of
 from hybrid.sharding.units import plan_units
 from hybrid.strategy.resolved import PipelineSettings
 
-__all__ = ["agree", "check_held", "check_own_units", "draw_seed", "inputs_and_labels", "loss_of", "plan_own"]
+__all__ = [
+    "agree",
+    "check_held",
+    "check_own_units",
+    "draw_seed",
+    "inputs_and_labels",
+    "keeping_plans",
+    "loss_of",
+    "plan_own",
+]
 
 
 def plan_own(model: nn.Module, settings: PipelineSettings, *, sample: Any) -> OwnForwardPlan:
@@ -36,13 +47,45 @@ def plan_own(model: nn.Module, settings: PipelineSettings, *, sample: Any) -> Ow
             "(a dict of its arguments, a tuple of them, or one; only shapes and types matter). Or write the model as "
             "hybrid.PipelineLayer([LayerDesc(...), ...]), or set pipeline_configs.degree = 1"
         )
-    return plan_own_forward(
-        model,
-        sample,
-        num_chunks=settings.num_chunks,
-        split=settings.split,
-        blocks=lambda model: [unit.name for unit in plan_units(model) if not unit.is_around],
+    sizes = [(fqn, tuple(parameter.shape), parameter.requires_grad) for fqn, parameter in model.named_parameters()]
+    key = (
+        type(model),
+        model.training,
+        settings.num_chunks,
+        repr(settings.split),
+        signature_of(sample, sizes=True),
+        tuple(sizes),
     )
+    kept = _kept[-1] if _kept else {}
+    if key not in kept:
+        kept[key] = plan_own_forward(
+            model,
+            sample,
+            num_chunks=settings.num_chunks,
+            split=settings.split,
+            blocks=lambda model: [unit.name for unit in plan_units(model) if not unit.is_around],
+        )
+    found = kept[key]
+    if found.flow.returns and isinstance(sample, Mapping) and sample.get("labels") is not None:
+        raise ModelError(
+            f"called with the sample the {name} returns a {found.flow.returns} (return_dict=False?), which has no "
+            ".loss for a dict batch with labels. Leave return_dict out; or train with (inputs, labels) and loss_fn=, "
+            "and give a sample without labels"
+        )
+    return found
+
+
+_kept: list[dict[Any, OwnForwardPlan]] = []
+
+
+@contextmanager
+def keeping_plans() -> Iterator[None]:
+    """Inside, models of one class, with the same parameters and modes, are looked at once: they are the same model."""
+    _kept.append({})
+    try:
+        yield
+    finally:
+        _kept.pop()
 
 
 def check_own_units(plan: OwnForwardPlan, names: Iterable[str], *, setting: str) -> None:
@@ -56,26 +99,28 @@ def check_own_units(plan: OwnForwardPlan, names: Iterable[str], *, setting: str)
             )
 
 
-def check_held(model: nn.Module, plan: OwnForwardPlan, *, num_stages: int) -> None:
+def check_held(
+    model: nn.Module,
+    plan: OwnForwardPlan,
+    *,
+    num_stages: int,
+    placement: ChunkPlacement = ChunkPlacement.ROUND,
+) -> None:
     """That the stages can hold what the model has.
 
     Raises:
-        ModelError: a unit that writes its buffers (statistics) and is on several stages; two parameters over one memory
-            on different stages.
+        ModelError: a unit that writes its buffers (statistics), or counts in an attribute, and is in several chunks;
+            two parameters over one memory on different stages.
     """
-    holders = Holders(model, plan.units, plan.flow, plan.chunks)
-    stages_of = {
-        fqn: sorted({chunk_rank(chunk, num_stages) for chunk in holders.of(fqn)})
-        for fqn, _ in [*model.named_parameters(), *model.named_buffers()]
-    }
-    for fqn in sorted(plan.flow.written_buffers):
-        if len(stages_of.get(fqn, ())) > 1:
-            raise ModelError(
-                f"buffer {fqn!r} is written by its module, which is called on pipeline stages "
-                f"{' and '.join(map(str, stages_of[fqn]))}: each stage would go on with a copy of its own, which "
-                "one process has not. Give each call a module of its own, or choose a split that puts all calls on one "
-                "stage"
-            )
+    holders = Holders(model, plan.units, plan.held_by, plan.chunks)
+
+    def stage_of(chunk: int) -> int:
+        return chunk_rank(chunk, num_stages, placement)
+
+    holders.check(plan.flow, plan.chunks, stage_of)
+    if plan.in_training is not None:
+        holders.check(plan.in_training, assign_chunks(plan.in_training, plan.flow, plan.chunks), stage_of)
+    stages_of = {fqn: sorted(set(map(stage_of, holders.of(fqn)))) for fqn, _ in model.named_parameters()}
     first: dict[int, str] = {}
     for fqn, parameter in model.named_parameters():
         if parameter.is_meta or parameter.numel() == 0 or parameter.layout is not torch.strided:
@@ -89,7 +134,7 @@ def check_held(model: nn.Module, plan: OwnForwardPlan, *, num_stages: int) -> No
             )
 
 
-def agree(model: nn.Module, plan: OwnForwardPlan, mesh: Mesh) -> OwnForwardPlan:
+def agree(model: nn.Module, plan: OwnForwardPlan, mesh: Mesh, placement: ChunkPlacement) -> OwnForwardPlan:
     """The first rank's plan, on all ranks: samples of different sizes may balance differently. *Collective.*
 
     Raises:
@@ -108,7 +153,7 @@ def agree(model: nn.Module, plan: OwnForwardPlan, mesh: Mesh) -> OwnForwardPlan:
             )
     if chunks != plan.chunks:
         plan = replace(plan, chunks=chunks)
-        check_held(model, plan, num_stages=mesh.degree("pp"))
+        check_held(model, plan, num_stages=mesh.degree("pp"), placement=placement)
     return plan
 
 

@@ -69,7 +69,8 @@ def full_cache(unit: str, name: str, length: int) -> str:
     """Why a cache of a unit cannot be left out."""
     return (
         f"{unit!r} is given a cache of {length} positions ({name}): what other calls put into a cache does not travel "
-        "from stage to stage of a pipeline. Train without one (model.config.use_cache = False)"
+        "from stage to stage of a pipeline. Train without one (model.config.use_cache = False); if the split names a "
+        "module in a block, whose parts fill the cache one for the other, name the block"
     )
 
 

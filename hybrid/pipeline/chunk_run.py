@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hybrid.errors import ModelError
+from hybrid.pipeline.absent import Absent
 from hybrid.pipeline.boundary import check_tensors, with_own_memory
 from hybrid.pipeline.flow import Place
 from hybrid.pipeline.outline import Outline, Returned, map_with_paths, outline_of, tensors_by_path
@@ -101,10 +102,13 @@ class ChunkRun:
         received = self._received.get(place)
         if received is not None:  # what goes on from here is what came
             return received.clone() if is_written else received
-        value = float("nan") if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
+        has_nan = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        value = float("nan") if has_nan else 0
         if is_written:
-            return torch.full(leaf.shape, value, dtype=leaf.dtype, device=self.device)
-        return torch.full((), value, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
+            empty = torch.full(leaf.shape, value, dtype=leaf.dtype, device=self.device)
+        else:
+            empty = torch.full((), value, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
+        return empty if has_nan else Absent.of(empty, self.way.flow.calls[index].unit)
 
     def note_output(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Keep of what a unit returned what later chunks need; returns what the code outside gets of it.

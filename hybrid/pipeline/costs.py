@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,6 +15,7 @@ from torch import nn
 # The class has no public home in torch 2.13; this is a public module that has it.
 from torch.fx.passes.fake_tensor_prop import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from hybrid import shims
 from hybrid.contracts.stage_split import LayerCost, LayerCosts
@@ -23,7 +24,7 @@ from hybrid.pipeline.layer_desc import layer_name
 from hybrid.pipeline.layers import PipelineLayer
 from hybrid.precision.tree import map_tensors
 
-__all__ = ["CPU_ATTENTION_FLOPS", "layer_costs", "parameter_costs"]
+__all__ = ["CPU_ATTENTION_FLOPS", "flop_counter", "layer_costs", "parameter_costs"]
 
 
 def layer_costs(layers: nn.Sequential | PipelineLayer | Iterable[nn.Module], sample: Any) -> LayerCosts:
@@ -109,7 +110,7 @@ def _of_pipeline(layers: PipelineLayer) -> list[_Layer]:
 def _run(layer: _Layer, value: Any, fakes: FakeTensorMode, device: torch.device) -> tuple[Any, int]:
     with fakes:
         module = layer.make() if layer.module is None else _fake_copy(layer.module, fakes, device)
-        with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION_FLOPS) as counter:
+        with flop_counter(CPU_ATTENTION_FLOPS) as counter:
             return module(value), counter.get_total_flops()
 
 
@@ -133,6 +134,23 @@ def _device_of(chain: Sequence[_Layer], sample: Any) -> torch.device:
     found = [layer.device for layer in chain if layer.device is not None]
     map_tensors(sample, lambda tensor: found.append(tensor.device))
     return next((device for device in found if device.type != "meta"), torch.device("cpu"))
+
+
+class _OneModule(ModuleTracker):
+    """Counts a call as a whole. Torch's own hooks on what modules are given fail without gradients, on a parameter."""
+
+    def __enter__(self) -> ModuleTracker:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Nothing was hooked."""
+
+
+def flop_counter(formulas: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
+    """Torch's counter of all that runs inside it, by these formulas beside its own."""
+    counter = FlopCounterMode(display=False, custom_mapping=dict(formulas))
+    counter.mod_tracker = _OneModule()
+    return counter
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid import shims
 from hybrid.errors import ModelError
-from hybrid.pipeline.costs import CPU_ATTENTION_FLOPS
+from hybrid.pipeline.attributes import Slot, changed_slots, contents, state_of
+from hybrid.pipeline.costs import CPU_ATTENTION_FLOPS, flop_counter
 from hybrid.pipeline.outline import tensors_by_path
 from hybrid.pipeline.skeleton import FakeTensorMode, fake_like
 from hybrid.precision.tree import map_tensors
@@ -33,8 +33,8 @@ def run_without_values(
     *,
     fakes: FakeTensorMode,
     note: _Note,
-) -> tuple[Any, int]:
-    """(what a unit returns, its flops).
+) -> tuple[Any, int, set[Slot]]:
+    """(what a unit returns, its flops, attributes that it changed if a copy of it ran in its place).
 
     Args:
         name, unit: the unit, with fake parameters.
@@ -44,21 +44,37 @@ def run_without_values(
         note: is told every operation inside.
 
     Raises:
-        ModelError: the unit runs in neither way.
+        ModelError: the unit runs in neither way, or writes into a container that it is given.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+    counter = flop_counter(_FLOPS)
+    given = contents((args, kwargs), versions=False)
+    changed: set[Slot] = set()
     try:
-        with fakes, _Inside(note), counter:
-            return own(*args, **kwargs), counter.get_total_flops()
+        with fakes, _Inside(note), counter, shims.quiet_fakes():
+            output, flops = own(*args, **kwargs), counter.get_total_flops()
+        is_written = contents((args, kwargs), versions=False) != given
     except Exception as error:
+        if contents((args, kwargs), versions=False) != given:
+            _refuse_written(name)
         try:
-            return _on_zeros(unit, args, kwargs, fakes)
+            output, flops, changed, is_written = _on_zeros(unit, args, kwargs, fakes)
         except Exception as other:
             raise ModelError(
-                f"{name!r} runs neither on tensors without values nor on zeros, so what it returns is not known before "
-                f"the training ({_in_a_line(error)}; on zeros {_in_a_line(other)}). Write the model as a "
-                "hybrid.PipelineLayer, or set pipeline_configs.degree = 1"
+                f"with this sample {name!r} runs neither on tensors without values nor on zeros, so what it returns is "
+                f"not known before the training ({_in_a_line(error)}; on zeros {_in_a_line(other)}). A sample must be "
+                "what the model is called with, in shapes and types: a dict of its arguments, a tuple of them, or one. "
+                "If one process runs it: write the model as a hybrid.PipelineLayer, or set pipeline_configs.degree = 1"
             ) from error
+    if is_written:
+        _refuse_written(name)
+    return output, flops, changed
+
+
+def _refuse_written(name: str) -> NoReturn:
+    raise ModelError(
+        f"{name!r} writes into a list, dict or object that it is given: on the other stages of a pipeline, where it "
+        "does not run, that stays as it was. Return what it adds"
+    )
 
 
 def _in_a_line(error: Exception) -> str:
@@ -83,20 +99,28 @@ class _Inside(shims.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _on_zeros(unit: nn.Module, args: Any, kwargs: Any, fakes: FakeTensorMode) -> tuple[Any, int]:
-    """A copy of the unit with zeros everywhere: the memory and the time of the unit, and values that mean nothing."""
+def _on_zeros(unit: nn.Module, args: Any, kwargs: Any, fakes: FakeTensorMode) -> tuple[Any, int, set[Slot], bool]:
+    """A copy of the unit with zeros everywhere: the memory and the time of the unit, and values that mean nothing.
+
+    Returns what `run_without_values` does, and whether it wrote into a container that it was given.
+    """
     tensors = [*unit.parameters(), *unit.buffers()]
     zeros = {id(tensor): _zeros_like(tensor) for tensor in (*tensors, *tensors_by_path(args, kwargs).values())}
     real = copy.deepcopy(unit, {id(tensor): zeros[id(tensor)] for tensor in tensors})
-    counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+    copied_args, copied_kwargs = (map_tensors(value, lambda t: zeros[id(t)]) for value in (args, kwargs))
+    before, given = state_of(real.named_modules()), contents((copied_args, copied_kwargs), versions=False)
+    counter = flop_counter(_FLOPS)
     with counter:
-        output = real(*map_tensors(args, lambda t: zeros[id(t)]), **map_tensors(kwargs, lambda t: zeros[id(t)]))
+        output = real(*copied_args, **copied_kwargs)
+    changed = changed_slots(before, state_of(real.named_modules()))
+    is_written = contents((copied_args, copied_kwargs), versions=False) != given
     # What it returned as it came goes on as what the caller had.
     back = {id(zeros[id(tensor)]): tensor for tensor in tensors_by_path(args, kwargs).values()}
     for tensor in tensors_by_path((output,), {}).values():
         if id(tensor) not in back:
             back[id(tensor)] = fake_input(tensor, fakes)
-    return map_tensors(output, lambda tensor: back[id(tensor)]), counter.get_total_flops()
+    output = map_tensors(output, lambda tensor: back[id(tensor)])
+    return output, counter.get_total_flops(), changed, is_written
 
 
 def _grouped_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
@@ -104,7 +128,7 @@ def _grouped_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any
     return 2 * prod(left) * right[-1]
 
 
-_FLOPS = {**CPU_ATTENTION_FLOPS, shims.GROUPED_PRODUCT: _grouped_flops}
+_FLOPS: dict[Any, Callable[..., int]] = {**CPU_ATTENTION_FLOPS, shims.GROUPED_PRODUCT: _grouped_flops}
 
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,10 @@ class Flow:
         writes_inputs: whether the forward writes into its own inputs.
         read_buffers: names of buffers of units that are read outside of them.
         written_buffers: names of buffers that units write (statistics).
+        counted: names of other attributes that each call of a unit changes from what the call before has left.
+        together: numbers of calls that one checkpoint of the model's own runs again in backward.
+        draws: numbers of calls that draw from one generator of the model's own.
+        returns: class of the output, if that is a tuple or list and so has no `.loss`.
     """
 
     calls: tuple[Call, ...]
@@ -72,6 +76,10 @@ class Flow:
     writes_inputs: bool
     read_buffers: frozenset[str]
     written_buffers: frozenset[str]
+    counted: frozenset[str] = frozenset()
+    together: tuple[frozenset[int], ...] = ()
+    draws: tuple[frozenset[int], ...] = ()
+    returns: str = field(default="", compare=False)
 
     def size_of(self, place: Place) -> ValueSize:
         return dict(self.calls[place[0]].values)[place[1]]

@@ -12,7 +12,8 @@ carries the places of the values that went into it:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ from torch import nn
 from hybrid import shims
 from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
+from hybrid.pipeline.attributes import Attributes, check_around
 from hybrid.pipeline.boundary import full_cache
 from hybrid.pipeline.fake_call import fake_input, run_without_values
 from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.flow import Call, Flow, Place, ValueSize
+from hybrid.pipeline.function_caches import fresh_caches
 from hybrid.pipeline.opaque import check_objects
+from hybrid.pipeline.operations import checkpoint_around, statistics_of, tensors_in, written_by
 from hybrid.pipeline.outline import map_with_paths, tensors_by_path
+from hybrid.pipeline.random_state import kept_generators
 from hybrid.pipeline.skeleton import FakeTensorMode, fake_like, is_fake
 from hybrid.pipeline.unit_class import watch_calls
 from hybrid.precision.tree import map_tensors
@@ -64,6 +69,7 @@ class Following:
         self._unit_buffers = {fqn for unit in units for fqn in self._buffers.values() if fqn.startswith(f"{unit}.")}
         self._state: _Forward | None = None
         watch_calls(modules, self._called)
+        self._attributes = Attributes(skeleton, modules)
 
     def follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: Mapping[str, bool]) -> Flow:
         """One forward.
@@ -78,13 +84,27 @@ class Following:
         """
         for name, module in self.skeleton.named_modules():
             module.training = training.get(name, training[""])
-        state = self._state = _Forward(self._parameters, self._buffers, self._unit_buffers, self._fakes)
+        put_back = self._attributes.saved()
         args, kwargs = (map_tensors(value, _on_cpu) for value in (args, kwargs))
-        state.inputs = {shims.memory_of(tensor) for tensor in tensors_by_path(args, kwargs).values()}
-        gradients = torch.enable_grad() if training[""] else torch.no_grad()
         try:
-            # What the code outside units draws is drawn again in the real forward.
-            with torch.random.fork_rng(devices=[]), gradients, state, slow_paths():
+            with kept_generators(), fresh_caches(self.skeleton):
+                flow = self._run(args, kwargs, is_training=training[""])
+                suspects = self._attributes.changed_around() & self._attributes.read_around()
+                if suspects:  # what is filled once stays as it is in another forward with the same inputs
+                    self._run(args, kwargs, is_training=training[""])
+                    check_around(suspects & self._attributes.changed_around())
+        finally:
+            put_back()
+        return flow
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Flow:
+        attributes = self._attributes
+        state = self._state = _Forward(self._parameters, self._buffers, self._unit_buffers, self._fakes, attributes)
+        state.inputs = {shims.memory_of(tensor) for tensor in tensors_by_path(args, kwargs).values()}
+        gradients = torch.enable_grad() if is_training else torch.no_grad()
+        attributes.begin()
+        try:
+            with gradients, state, slow_paths():
                 output = self.skeleton(*args, **kwargs)
             state.read_output(output)
         except (ModelError, BufferWritten):
@@ -97,13 +117,28 @@ class Following:
             ) from error
         finally:
             self._state = None
-        return state.flow()
+            attributes.end()
+        written = attributes.changed_around() & attributes.buffers_around()
+        if written:
+            raise BufferWritten(".".join(part for part in min(written) if part))
+        attributes.check_read()
+        returns = type(output).__name__ if isinstance(output, tuple | list) and not hasattr(output, "loss") else ""
+        return replace(state.flow(), returns=returns)
 
     def _called(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
         if state is None or state.inside:  # a unit that runs inside another one is part of that
             return own(*args, **kwargs)
+        frame, is_reentrant = checkpoint_around()
+        if is_reentrant:
+            raise ModelError(
+                f"a checkpoint (recompute) with use_reentrant=True in the model's own code covers {name!r}: every "
+                "later chunk of a pipeline would run it again in backward, where it is not. Use use_reentrant=False, "
+                "or strategy.recompute"
+            )
         args, kwargs = without_caches(args, kwargs, refusal=functools.partial(full_cache, name))
+        if frame is not None:
+            state.note_checkpoint(frame)
         return state.call(name, self.skeleton.get_submodule(name), own, args, kwargs, own_memory=self._own[name])
 
 
@@ -111,10 +146,16 @@ class _Forward(shims.TorchDispatchMode):
     """What has been seen of one forward."""
 
     def __init__(
-        self, parameters: dict[int, str], buffers: dict[int, str], unit_buffers: set[str], fakes: FakeTensorMode
+        self,
+        parameters: dict[int, str],
+        buffers: dict[int, str],
+        unit_buffers: set[str],
+        fakes: FakeTensorMode,
+        attributes: Attributes,
     ) -> None:
         super().__init__()
         self._parameter_at, self._buffer_at, self._unit_buffers, self._fakes = parameters, buffers, unit_buffers, fakes
+        self._attributes = attributes
         self.calls: list[Call] = []
         self.inside = False
         self.inputs: set[int] = set()
@@ -129,6 +170,9 @@ class _Forward(shims.TorchDispatchMode):
         self._written: set[Place] = set()
         self._writes_inputs = False
         self._read_buffers: set[str] = set()
+        self._checkpoint: object = None
+        self._together: list[set[int]] = []
+        self._draws: dict[int, set[int]] = {}
         self._written_buffers: set[str] = set()
 
     # -- operations outside units ----------------------------------------------------------------------------------
@@ -139,7 +183,13 @@ class _Forward(shims.TorchDispatchMode):
         kwargs = kwargs or {}
         if self.inside or func.namespace == "prim":
             return func(*args, **kwargs)
-        read = [tensor for value in (*args, *kwargs.values()) for tensor in _tensors(value)]
+        if kwargs.get("generator") is not None:
+            raise ModelError(
+                "the forward of the model draws random numbers outside of its units from a torch.Generator of its own "
+                f"({func.overloadpacket.__name__}): every chunk of a pipeline runs that code, and would draw others. "
+                "Draw from torch's default generator, or inside a unit"
+            )
+        read = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
         sources = frozenset[_Source]().union(*(self._read(tensor, func) for tensor in read))
         name = func.overloadpacket.__name__
         if sources and name in _DECIDES:
@@ -147,14 +197,14 @@ class _Forward(shims.TorchDispatchMode):
                 f"{self._said(sources)} decides how the forward of the model goes on ({name}): the other stages of a "
                 f"pipeline do not have the value. {_WAY}"
             )
-        written = [*_written_by(func, args, kwargs), *_statistics(func, args)]
+        written = [*written_by(func, args, kwargs), *statistics_of(func, args)]
         for tensor in written:
             self._write(tensor, sources)
         if any(not is_fake(tensor) for tensor in written) and any(map(is_fake, read)):
             return written[0] if len(written) == 1 else tuple(written)
         output = func(*args, **kwargs)
         before = {shims.memory_of(tensor) for tensor in read}
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             memory = shims.memory_of(tensor)
             self._kept.append(tensor)
             if memory not in before:
@@ -224,17 +274,18 @@ class _Forward(shims.TorchDispatchMode):
         sources = frozenset[_Source]().union(*(self._read(tensor, None) for tensor in given.values()))
         fakes = {id(t): t if is_fake(t) else fake_input(t, self._fakes) for t in given.values()}
         versions = {key: shims.version_of(fake) for key, fake in fakes.items()}
-        buffers = {fqn: (b, shims.version_of(b)) for fqn, b in unit.named_buffers(prefix=name)}
         self._foreign, self._own, self._running = set(), own_memory, name
         inner_args, inner_kwargs = (map_tensors(value, lambda t: fakes[id(t)]) for value in (args, kwargs))
         self.inside = True
+        before = self._attributes.begin_call(name)
+        changed: set[tuple[str, str]] = set()
         try:
-            output, flops = run_without_values(
+            output, flops, changed = run_without_values(
                 name, unit, own, inner_args, inner_kwargs, fakes=self._fakes, note=self.note_inside
             )
         finally:
+            self._written_buffers |= self._attributes.end_call(before, changed)
             self.inside = False
-        self._written_buffers |= {fqn for fqn, (b, before) in buffers.items() if shims.version_of(b) != before}
         written = {key for key, fake in fakes.items() if shims.version_of(fake) != versions[key]}
         for tensor in given.values():
             if id(tensor) in written:
@@ -276,11 +327,20 @@ class _Forward(shims.TorchDispatchMode):
         )
         return result
 
+    def note_checkpoint(self, frame: object) -> None:
+        """The next call runs in this checkpoint, which runs all of its calls again in backward."""
+        if self._checkpoint is not frame:
+            self._checkpoint = frame
+            self._together.append(set())
+        self._together[-1].add(len(self.calls))
+
     def note_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A unit may use parameters of others, which its stage must hold then; and may count statistics."""
-        for tensor in _statistics(func, args):
+        if kwargs.get("generator") is not None:
+            self._draws.setdefault(id(kwargs["generator"]), set()).add(len(self.calls))
+        for tensor in statistics_of(func, args):
             self._written_buffers.add(self._buffer_at.get(shims.memory_of(tensor), ""))
-        for tensor in (tensor for value in (*args, *kwargs.values()) for tensor in _tensors(value)):
+        for tensor in (tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)):
             memory = shims.memory_of(tensor)
             if memory in self._parameter_at and memory not in self._own:
                 self._foreign.add(self._parameter_at[memory])
@@ -315,7 +375,10 @@ class _Forward(shims.TorchDispatchMode):
             written=frozenset(self._written),
             writes_inputs=self._writes_inputs,
             read_buffers=frozenset(self._read_buffers),
+            draws=tuple(frozenset(calls) for calls in self._draws.values() if len(calls) > 1),
+            together=tuple(frozenset(calls) for calls in self._together if len(calls) > 1),
             written_buffers=frozenset(self._written_buffers - {""}),
+            counted=frozenset(".".join(slot) for slot in self._attributes.counted),
         )
 
     def _said(self, sources: frozenset[_Source]) -> str:
@@ -332,25 +395,3 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.detach().cpu()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Of what an operation takes or gives: tensors and lists of them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for place, name in shims.written_arguments(func):
-        found += _tensors(args[place] if place < len(args) else kwargs.get(name))
-    return found
-
-
-def _statistics(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Running mean and variance that a normalisation updates; not all of its schemas say so."""
-    is_training = "batch_norm" in func.overloadpacket.__name__ and len(args) > 5 and args[5] is True
-    return [tensor for tensor in args[3:5] if isinstance(tensor, torch.Tensor)] if is_training else []

@@ -22,15 +22,19 @@ import torch
 from torch import nn
 
 from hybrid import shims
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank, chunks_on
 from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
+from hybrid.pipeline.absent import check_present
 from hybrid.pipeline.boundary import full_cache, memories_of
 from hybrid.pipeline.chunk_run import ChunkRun
 from hybrid.pipeline.fast_paths import slow_paths
+from hybrid.pipeline.function_caches import check_not_kept
 from hybrid.pipeline.holders import Holders
 from hybrid.pipeline.outline import Returned
 from hybrid.pipeline.plan import OwnForwardPlan
-from hybrid.pipeline.root_hooks import keep_to_the_ends
+from hybrid.pipeline.random_state import kept_generators, set_generators
+from hybrid.pipeline.root_hooks import around_units, check_backward_hooks_around, keep_to_the_ends
 from hybrid.pipeline.shells import Shells
 from hybrid.pipeline.unit_class import watch_calls
 from hybrid.pipeline.ways import Ways
@@ -52,19 +56,30 @@ class OwnForwardModel:
         model: with all of its parameters.
         plan: how it is cut.
         num_stages, stage: of the pipeline; this rank's.
+        placement: of chunks on stages.
         device: of this rank.
     """
 
     def __init__(
-        self, model: nn.Module, plan: OwnForwardPlan, *, num_stages: int, stage: int, device: torch.device
+        self,
+        model: nn.Module,
+        plan: OwnForwardPlan,
+        *,
+        num_stages: int,
+        stage: int,
+        placement: ChunkPlacement = ChunkPlacement.ROUND,
+        device: torch.device,
     ) -> None:
         self._model = model
         self.chunks = plan.chunks
+        self._calls = tuple(call.unit for call in plan.flow.calls)
         self.num_stages, self.stage = num_stages, stage
+        self.placement = placement
         self.names = plan.units
         self._device = device
-        self._holders = Holders(model, plan.units, plan.flow, plan.chunks)
-        self._ways = Ways(model, plan, self._holders)
+        self._holders = Holders(model, plan.units, plan.held_by, plan.chunks)
+        self._ways = Ways(model, plan, self._holders, stage_of=self._stage_of)
+        self._around = around_units(model, plan.units)
         self._known: dict[Returned, Returned] = {}
         self._run: ChunkRun | None = None
         self._backward_of: tuple[int, int] = (0, 0)
@@ -78,7 +93,9 @@ class OwnForwardModel:
             lambda module, name: any(self._is_own(c) for c in self._holders.of_slot(module, name)),
             device=device,
             is_running=lambda: self._run is not None,
+            before_call=self._check_call,
         )
+        self._names_of = {id(module): name for name, module in model.named_modules()}
 
     # -- what is where ---------------------------------------------------------------------------------------------
 
@@ -87,7 +104,10 @@ class OwnForwardModel:
         return len(self.chunks)
 
     def _is_own(self, chunk: int) -> bool:
-        return chunk % self.num_stages == self.stage
+        return self._stage_of(chunk) == self.stage
+
+    def _stage_of(self, chunk: int) -> int:
+        return chunk_rank(chunk, self.num_stages, self.placement)
 
     def chunks_of(self, fqn: str) -> tuple[int, ...]:
         """The chunks that hold what has this name."""
@@ -103,7 +123,7 @@ class OwnForwardModel:
 
     def stages_of(self, fqn: str) -> tuple[int, ...]:
         """The stages that hold what has this name."""
-        return tuple(sorted({chunk % self.num_stages for chunk in self._holders.of(fqn)}))
+        return tuple(sorted({self._stage_of(chunk) for chunk in self._holders.of(fqn)}))
 
     def is_here(self, fqn: str) -> bool:
         """Whether this stage holds it; what stands around units is everywhere."""
@@ -112,7 +132,11 @@ class OwnForwardModel:
 
     def chunks_here(self) -> tuple[int, ...]:
         """The chunks on this stage."""
-        return tuple(range(self.stage, self.num_chunks, self.num_stages))
+        return chunks_on(self.stage, self.num_stages, self.num_chunks, self.placement)
+
+    def chunk_names(self) -> tuple[tuple[str, ...], ...]:
+        """Of the calls of each chunk, the units."""
+        return tuple(tuple(self._calls[index] for index in calls) for calls in self.chunks)
 
     def names_here(self) -> list[str]:
         """Names of the units on this stage."""
@@ -150,17 +174,22 @@ class OwnForwardModel:
         self._backward_of = (chunk, micro_batch)
 
     @contextmanager
-    def batch(self, inputs: Callable[[int], Inputs], *, seed: int) -> Iterator[None]:
+    def batch(self, inputs: Callable[[int], Inputs], *, num_micro_batches: int = 0, seed: int) -> Iterator[None]:
         """Inside, chunks run on this batch.
 
         Args:
             inputs: micro-batch -> what the model is called with.
+            num_micro_batches: of those, the ways are looked at before anything runs, alike on all stages.
             seed: where random numbers come from, equal on all ranks of a pipeline; afterwards they go on as before.
+
+        Raises:
+            ModelError: a forward that cannot be followed, or needs what the stages do not hold.
         """
-        devices = [self._device] if self._device.type == "cuda" else []
+        for args, kwargs in map(inputs, range(num_micro_batches)):
+            self._ways.of(args, kwargs, model=self._model)
         self._seed, self._batch = seed, inputs
         try:
-            with torch.random.fork_rng(devices=devices):
+            with kept_generators(self._device):
                 yield
         finally:
             self._batch = None
@@ -180,6 +209,7 @@ class OwnForwardModel:
         keep_to_the_ends(
             self._model, runs_first=self.runs_first_chunk, runs_last=self.runs_last_chunk, inputs_here=True
         )
+        check_backward_hooks_around(self._around)
         assert self._batch is not None
         args, kwargs = self._batch(micro_batch)
         way = self._ways.of(args, kwargs, model=self._model)
@@ -222,12 +252,15 @@ class OwnForwardModel:
             return run.outgoing(self._model)
         if run.next_call < len(run.way.flow.calls):
             run.refuse("ends")
+        check_present(output, "reach the output of the model")
         return output
 
     def _called(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         if run is None:
-            return self._called_again(name, own, args, kwargs) if shims.in_backward() else own(*args, **kwargs)
+            if shims.in_backward():
+                return self._called_again(name, own, args, kwargs)
+            return own(*args, **kwargs)
         if run.is_inside:  # a unit that runs inside another one is part of that
             return own(*args, **kwargs)
         index = run.begin_call(name)
@@ -235,17 +268,31 @@ class OwnForwardModel:
             output = run.returned_elsewhere(index, args, kwargs)
         else:
             args, kwargs = without_caches(args, kwargs, refusal=functools.partial(full_cache, name))
+            check_present((args, kwargs), f"reach {name!r}")
             run.is_inside = True
             try:
                 output = own(*args, **kwargs)
+            except Exception as error:
+                check_not_kept(name, error)
+                raise
             finally:
                 run.is_inside = False
+            check_not_kept(name, output)
             if not run.is_last:
                 output = run.note_output(index, args, kwargs, output)
         self._draw_from(index, run.micro_batch)
         if index == run.calls.stop - 1 and not run.is_last:
             raise _Leave
         return output
+
+    def _check_call(self, module: nn.Module) -> None:
+        """Raises ModelError: a module of another stage is called by hand, or a part of one."""
+        name = self._names_of.get(id(module), "")
+        if self._run is None and not shims.in_backward() and self.stages_of(name):
+            raise ModelError(
+                f"{name!r} is on pipeline stage {' and '.join(map(str, self.stages_of(name)))}, not on this rank "
+                f"(stage {self.stage}), which has only its shape: use model.train_batch or model.eval_batch"
+            )
 
     def _called_again(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In a backward: by a checkpoint that the model itself has put around the unit, or around more."""
@@ -254,8 +301,8 @@ class OwnForwardModel:
         if index is None:
             raise ModelError(
                 f"a checkpoint (recompute) in the model's own code covers {name!r} together with units of other "
-                "pipeline chunks, and runs it again in backward, where it is not: checkpoint single units, or use "
-                "strategy.recompute"
+                "pipeline chunks, and runs it again in backward, where it is not: checkpoint single units, with "
+                "use_reentrant=False, or use strategy.recompute"
             )
         output = own(*args, **kwargs)
         self._draw_from(index, micro_batch)
@@ -264,6 +311,4 @@ class OwnForwardModel:
     def _draw_from(self, index: int, micro_batch: int) -> None:
         """Set the random state to what follows call `index` (-1: the beginning) of a micro-batch in this step."""
         seed = (self._seed + micro_batch * 0x9E3779B97F4A7C15 + (index + 2) * 0xBF58476D1CE4E5B9) % 2**63
-        torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        set_generators(seed, self._device)

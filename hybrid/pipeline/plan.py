@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from hybrid.pipeline.flow import Flow
 from hybrid.pipeline.following import BufferWritten, Following
 from hybrid.pipeline.skeleton import FakeTensorMode, skeleton_of
 
-__all__ = ["OwnForwardPlan", "as_inputs", "modes_of", "plan_own_forward", "signature_of"]
+__all__ = ["OwnForwardPlan", "as_inputs", "modes_key", "modes_of", "plan_own_forward", "signature_of"]
 
 _SPLIT = "pipeline_configs.split"
 _MOST_ROUNDS = 8
@@ -37,19 +37,27 @@ class OwnForwardPlan:
     Args:
         units: names of the modules that are cut as a whole, in the order of registration.
         flow: of the forward with the sample.
+        in_training: the same with all modules in training mode, if the model is not; else None.
         chunks: the calls of each chunk.
         costs: of each call.
-        kind, sizes: of the sample, see `signature_of`; the mode of the model is part of the kind.
+        kind, sizes: of the sample, see `signature_of`; the modes of the modules are part of the kind.
         following: looks at forwards with other inputs.
     """
 
     units: tuple[str, ...]
     flow: Flow
+    in_training: Flow | None
     chunks: tuple[range, ...]
     costs: LayerCosts
     kind: Any
     sizes: Any
     following: Following
+
+    @property
+    def held_by(self) -> Flow:
+        """What decides which chunk holds what: the flow, with the buffers that either of the two reads."""
+        others = self.in_training.read_buffers if self.in_training is not None else frozenset[str]()
+        return replace(self.flow, read_buffers=self.flow.read_buffers | others)
 
     def follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: Mapping[str, bool]) -> Flow:
         """The flow of a forward with these inputs, and its modules in these modes.
@@ -99,6 +107,7 @@ def plan_own_forward(
         following = Following(skeleton_of(model, fakes, units=units), fakes, units=units)
         try:
             flow = following.follow(args, kwargs, training=modes_of(model))
+            in_training = None if model.training else _in_training(following, args, kwargs)
         except BufferWritten as error:
             owner = str(error).rpartition(".")[0]
             if owner in promoted or not owner or next(model.get_submodule(owner).children(), None) is not None:
@@ -106,6 +115,8 @@ def plan_own_forward(
             promoted.add(owner)
             continue
         more = _to_take_apart(model, units, flow, num_chunks)
+        if in_training is not None:
+            more |= _to_take_apart(model, units, in_training, num_chunks)
         if not more:
             break
         apart |= more
@@ -119,9 +130,10 @@ def plan_own_forward(
     return OwnForwardPlan(
         units=units,
         flow=flow,
+        in_training=in_training,
         chunks=chunks,
         costs=costs,
-        kind=(signature_of((args, kwargs), sizes=False), model.training),
+        kind=(signature_of((args, kwargs), sizes=False), modes_key(model.modules())),
         sizes=signature_of((args, kwargs), sizes=True),
         following=following,
     )
@@ -130,6 +142,19 @@ def plan_own_forward(
 def modes_of(model: nn.Module) -> dict[str, bool]:
     """Name of each module -> whether it is in training mode."""
     return {name: module.training for name, module in model.named_modules()}
+
+
+def modes_key(modules: Iterable[nn.Module]) -> bytes:
+    """Equal for equal modes of the same modules."""
+    return bytes(bool(module.training) for module in modules)
+
+
+def _in_training(following: Following, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+    """What the forward does once the model is trained: one that `from_pretrained` returns is not in training mode."""
+    try:
+        return following.follow(args, kwargs, training={"": True})
+    except ModelError as error:
+        raise ModelError(f"in training mode (model.train(); the model is in eval mode now): {error}") from error
 
 
 def as_inputs(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -142,14 +167,16 @@ def as_inputs(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def signature_of(value: Any, *, sizes: bool) -> Any:
-    """Equal for inputs of the same kind: the same containers, types and numbers; with `sizes` the same shapes too."""
+    """Equal for inputs of the same kind: the same containers and types; with `sizes` the same shapes and numbers."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape) if sizes else value.dim(), value.requires_grad
     if isinstance(value, Mapping):
         return tuple((key, signature_of(item, sizes=sizes)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return (type(value), *(signature_of(item, sizes=sizes) for item in value))
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (type(value), value) if sizes else type(value)
+    if value is None or isinstance(value, bool | complex | str | bytes | torch.dtype):
         return value
     return type(value)
 

@@ -7,7 +7,7 @@ are not. A backward hook would need both in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from hybrid import shims
 from hybrid.errors import ModelError
 
-__all__ = ["check_backward_hooks", "keep_to_the_ends"]
+__all__ = ["around_units", "check_backward_hooks", "check_backward_hooks_around", "keep_to_the_ends"]
 
 
 class _InputsElsewhere(tuple[Any, ...]):
@@ -70,6 +70,23 @@ def check_backward_hooks(model: nn.Module) -> None:
             "a backward hook on the whole model with a pipeline: no rank has both its inputs and its outputs. Put the "
             "hook on the first or the last layer, or set pipeline_configs.degree = 1"
         )
+
+
+def around_units(model: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules between a model and its units, by name."""
+    inside = {id(module) for name in units for module in model.get_submodule(name).modules()}
+    return {name: module for name, module in model.named_modules() if name and id(module) not in inside}
+
+
+def check_backward_hooks_around(modules: Mapping[str, nn.Module]) -> None:
+    """Raises ModelError: a module around units has a backward hook."""
+    for name, module in modules.items():
+        if shims.has_backward_hooks(module):
+            raise ModelError(
+                f"a backward hook on {name!r}, which a pipeline cuts inside or runs in every chunk: it would see the "
+                "gradients of a part, or several times. Put it on a unit or a module in one, or set "
+                "pipeline_configs.degree = 1"
+            )
 
 
 def _is_ours(hook: Any) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["OnCall", "watch_calls", "with_stand_in"]
+__all__ = ["OnCall", "watch_attributes", "watch_calls", "with_stand_in"]
 
 # (name of the unit, its own call, positional and keyword arguments) -> what the caller gets.
 OnCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -39,8 +39,33 @@ def _watching(base: Any, names: Mapping[int, str], on_call: OnCall) -> type:
     return _subclass(base, {"__call__": call})
 
 
-def with_stand_in(module: nn.Module, stand_in: Callable[[], nn.Parameter | None]) -> None:
-    """While a forward runs, a module that holds no parameter here has one: `next(module.parameters()).device`."""
+def watch_attributes(modules: Iterable[nn.Module], on_read: Callable[[nn.Module, str, Any], None]) -> None:
+    """Tell `on_read` (module, attribute, value) of what is read of each; methods and what classes have are no news."""
+    classes: dict[type, type] = {}
+    for module in modules:
+        base = type(module)
+        if base not in classes:
+            classes[base] = _telling(base, on_read)
+        module.__class__ = classes[base]
+
+
+def _telling(base: Any, on_read: Callable[[nn.Module, str, Any], None]) -> type:
+    def read(self: Any, name: str) -> Any:
+        value = base.__getattribute__(self, name)
+        if name in object.__getattribute__(self, "__dict__"):
+            on_read(self, name, value)
+        return value
+
+    return _subclass(base, {"__getattribute__": read})
+
+
+def with_stand_in(
+    module: nn.Module, stand_in: Callable[[], nn.Parameter | None], before_call: Callable[[nn.Module], None]
+) -> None:
+    """While a forward runs, a module that holds no parameter here has one: `next(module.parameters()).device`.
+
+    `before_call`: who calls it is told to first.
+    """
     base: Any = type(module)
 
     def parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -52,7 +77,11 @@ def with_stand_in(module: nn.Module, stand_in: Callable[[], nn.Parameter | None]
         if other is not None:
             yield other
 
-    module.__class__ = _subclass(base, {"parameters": parameters})
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before_call(self)
+        return base.__call__(self, *args, **kwargs)
+
+    module.__class__ = _subclass(base, {"parameters": parameters, "__call__": call})
 
 
 def _subclass(base: Any, methods: dict[str, Any]) -> type:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,12 @@ from torch import nn
 
 from hybrid.pipeline.flow import Flow, Place, assign_chunks, crossing_values
 from hybrid.pipeline.holders import Holders
-from hybrid.pipeline.plan import OwnForwardPlan, modes_of, signature_of
+from hybrid.pipeline.plan import OwnForwardPlan, modes_key, modes_of, signature_of
 
 __all__ = ["Way", "Ways"]
 
-# A forward that goes another way for other sizes is a rare thing, and looking takes time: after so many alike, enough.
+# A forward that goes another way for other sizes or numbers is a rare thing, and looking takes time: after so many
+# alike, enough.
 _SIZES_LOOKED_AT = 4
 
 
@@ -44,17 +45,22 @@ class Ways:
         model: with all of its parameters.
         plan: how it is cut.
         holders: which chunk holds what.
+        stage_of: chunk -> its stage.
     """
 
-    def __init__(self, model: nn.Module, plan: OwnForwardPlan, holders: Holders) -> None:
+    def __init__(
+        self, model: nn.Module, plan: OwnForwardPlan, holders: Holders, *, stage_of: Callable[[int], int]
+    ) -> None:
         self._plan = plan
         self._holders = holders
-        self._names: dict[str, list[str]] = {}
-        first = {id(p): fqn for fqn, p in model.named_parameters()}
-        for fqn, parameter in model.named_parameters(remove_duplicate=False):
-            self._names.setdefault(first[id(parameter)], []).append(fqn)
+        self._stage_of = stage_of
+        self._modules = list(model.modules())
         # Kind of inputs -> their sizes -> the way.
         self._known: dict[Any, dict[Any, Way]] = {plan.kind: {plan.sizes: _way(plan.flow, plan.chunks)}}
+        if plan.in_training is not None:
+            chunks = assign_chunks(plan.in_training, plan.flow, plan.chunks)
+            kind = plan.kind[0], bytes([True]) * len(self._modules)
+            self._known[kind] = {plan.sizes: _way(plan.in_training, chunks)}
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, model: nn.Module) -> Way:
         """What the forward does with these inputs.
@@ -62,7 +68,7 @@ class Ways:
         Raises:
             ModelError: a value that cannot be followed, or the stages do not hold what this way needs.
         """
-        known = self._known.setdefault((signature_of((args, kwargs), sizes=False), model.training), {})
+        known = self._known.setdefault((signature_of((args, kwargs), sizes=False), modes_key(self._modules)), {})
         sizes = signature_of((args, kwargs), sizes=True)
         if sizes in known:
             return known[sizes]
@@ -71,10 +77,7 @@ class Ways:
             return next(iter(known.values()))
         flow = self._plan.follow(args, kwargs, training=modes_of(model))
         chunks = assign_chunks(flow, self._plan.flow, self._plan.chunks)
-        for chunk, calls in enumerate(chunks):
-            for call in flow.calls[calls.start : calls.stop]:
-                self._holders.check_reads(call.parameters, f"reaches {call.unit!r}", chunk, self._names)
-        self._holders.check_reads(flow.output_parameters, "reaches the output", len(chunks) - 1, self._names)
+        self._holders.check(flow, chunks, self._stage_of)
         known[sizes] = _way(flow, chunks)
         return known[sizes]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
+from hybrid.contracts.chunk_placement import ChunkPlacement
 from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.errors import ModelError, StrategyError
 from hybrid.strategy.resolve import amp_settings, compile_settings, recompute_settings
@@ -167,7 +168,7 @@ def own_stages(model: Model, settings: PipelineSettings, *, sample: Any = None) 
     if is_chain(model):
         return None
     plan = own_forward.plan_own(model, settings, sample=sample)
-    own_forward.check_held(model, plan, num_stages=settings.degree)
+    own_forward.check_held(model, plan, num_stages=settings.degree, placement=settings.placement)
     known = dict(model.named_parameters())
     calls: dict[str, int] = {}
     numbers = []
@@ -225,7 +226,9 @@ def check_settings(model: Model, value: Mapping[str, Any], *, is_staged: bool) -
     )
 
 
-def check_stages(model: Model, chunks: Sequence[range], *, num_stages: int) -> None:
+def check_stages(
+    model: Model, chunks: Sequence[range], *, num_stages: int, placement: ChunkPlacement = ChunkPlacement.ROUND
+) -> None:
     """That stages can hold what a model with all of its layers has.
 
     Raises:
@@ -233,7 +236,7 @@ def check_stages(model: Model, chunks: Sequence[range], *, num_stages: int) -> N
     """
     from hybrid.compose import whole_checks
 
-    whole_checks.check_stages(model, chunks, num_stages=num_stages)
+    whole_checks.check_stages(model, chunks, num_stages=num_stages, placement=placement)
 
 
 def layers_of(model: Model, *, sample: Any = None) -> tuple[tuple[LayerFacts, ...], str]:

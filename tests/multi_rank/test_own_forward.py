@@ -1,103 +1,83 @@
 """Unmodified models as pipelines, cut by their own forward: the numbers of one plain process, gradients by name.
 
-The default run has each model once, the settings spread over them; the product of models and settings runs with
+The default run has each model, the pairs of settings spread over them (own_forward_matrix.py); the product of models
+and settings runs with
 
-    python -m pytest tests/multi_rank/test_own_forward.py -m full
+    python -m pytest tests/multi_rank/test_own_forward.py -m full         # some thousand cases
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import math
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hybrid
-from tests.own_forward_models import MODELS, VOCABULARY, OwnModel, build, llama, mixtral
-from tests.own_forward_runs import assert_like_plain
+from tests.case_worlds import CaseWorlds, selected_cases
+from tests.own_forward_matrix import CASES, DEFAULT, PAIRS, OwnCase, allowed, full_cases
+from tests.own_forward_models import MODELS, VOCABULARY, OwnModel, build
+from tests.own_forward_runs import assert_like_plain, differences_from_plain
+from tests.pairwise import missing_pairs
+from tests.parity import LOW
 from tests.pipeline_models import make_adamw, own, pipeline_strategy, pipeline_variant
 from tests.ranks import RankFailure, run_ranks
+from tests.tiny_transformers import tiny
 
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
-TP = {"tensor_parallel": True, "tensor_parallel_configs": {"degree": 2}}
-SEQUENCE = {"tensor_parallel": True, "tensor_parallel_configs": {"degree": 2, "sequence_parallel": True}}
-INTERLEAVED = {"schedule": "interleaved"}
-# Half precision rounds each activation: only errors of a formula are far outside.
-LOW = {"loss": 2e-2, "norm": 5e-2, "gradient": 8e-2, "weight": 2e-2, "state": 0.1}
 
-# World -> (model, settings) that run in it, one after the other. The third step has other sizes: in some of them only.
-WORLDS: dict[str, tuple[int, list[tuple[str, dict[str, Any]]]]] = {
-    "torch-2": (2, [
-        ("demo", {"stage": 2, "recompute": "full", "steps": 3}),
-        ("nano", {"stage": 3}),
-        ("encoder", INTERLEAVED | {"odd_samples": True}),
-        ("transformer", {"built": "before"}),
-        ("demo", {"schedule": "zb-h1", "mb": 4}),
-        ("unet", INTERLEAVED | {"stage": 1, "steps": 3}),
-        ("resnet", {"recompute": "full"}),
-    ]),
-    "transformers-2": (2, [
-        ("llama", {"stage": 3, "recompute": "full", "steps": 3}),
-        ("llama-tied", INTERLEAVED | {"stage": 2}),
-        ("qwen3", {"split": ["model.layers.3"]}),
-        ("gpt2", {"stage": 1}),
-        ("bert", {"recompute": "selective"}),
-        ("vit", {}),
-        ("t5", {"stage": 3, "steps": 3}),
-        ("mixtral", {}),
-        ("whisper", {"schedule": "gpipe"}),
-    ]),
-    "transformers-4": (4, [
-        ("t5", {"pp": 4, "split": ["encoder.final_layer_norm", "decoder.block.0", "lm_head"]}),
-        ("llama-tied", SEQUENCE | {"recompute": "full"}),
-        ("demo", {"stage": 3, "shard_size": 2, "odd_samples": True}),
-    ]),
-}  # fmt: skip
+def run(case: OwnCase) -> list[str]:
+    return differences_from_plain(case.model, **case.settings())
 
 
-def run_world(cases: list[tuple[str, dict[str, Any]]]) -> None:
-    for name, settings in cases:
-        assert_like_plain(name, **{"steps": 2, **settings})
+def worlds(cases: Sequence[OwnCase]) -> CaseWorlds[OwnCase]:
+    def verify(case: OwnCase, problems: list[list[str]]) -> list[str]:
+        return [problem for rank in problems for problem in rank]
+
+    return CaseWorlds(cases, run=run, verify=verify, seconds_per_case=10)
 
 
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> CaseWorlds[OwnCase]:
+    return worlds(selected_cases(request, OwnCase))
+
+
+@pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize("world", WORLDS)
-def test_like_one_process(world: str) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_like_one_process(case: OwnCase, runs: CaseWorlds[OwnCase]) -> None:
     """Losses, norms, gradients and weights by name, over batches of other lengths and sizes."""
-    ranks, cases = WORLDS[world]
-    run_ranks(run_world, ranks, cases, timeout_seconds=240, group_timeout_seconds=60)
-
-
-FULL_SETTINGS: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
-    (2, INTERLEAVED | {"stage": 3}),
-    (2, {"stage": 3, "recompute": "full"}),
-    (4, {"pp": 4, "mb": 4}),
-    (4, {"pp": 2, "stage": 2, "mb": 4, "grad_reduce": "last_micro_batch"}),
-    (4, {"pp": 2, "stage": 3, "schedule": "interleaved"}),
-    (4, TP),
-    (4, TP | {"schedule": "interleaved", "recompute": "full", "stage": 2}),
-]
-NO_TENSOR_PARALLEL = {"demo", "nano", "unet", "resnet", "mixtral", "whisper"}  # no plan is known for them
-NO_DATA_PARALLEL = {"resnet"}  # BatchNorm sees what its rank has
+    problems = runs.problems(case)
+    assert not problems, "\n".join([f"{len(problems)} differences, among them", *problems[:8]])
 
 
 @pytest.mark.full
 @needs_transformers
-@pytest.mark.parametrize("settings", range(len(FULL_SETTINGS)))
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_with_every_setting(name: str, settings: int) -> None:
-    ranks, chosen = FULL_SETTINGS[settings]
-    if ("tensor_parallel" in chosen and name in NO_TENSOR_PARALLEL) or (
-        ranks == 4 and "pp" in chosen and chosen["pp"] == 2 and name in NO_DATA_PARALLEL
-    ):
-        pytest.skip("not a setting for this model")
-    run_ranks(run_world, ranks, [(name, chosen)], timeout_seconds=120, group_timeout_seconds=60)
+def test_whole_product_is_like_one_process(name: str) -> None:
+    cases = list(full_cases(name))
+    all_runs = worlds(cases)
+    failed = {case.id: all_runs.problems(case) for case in cases}
+    wrong = [f"{case}: {len(found)} differences, first: {found[0]}" for case, found in failed.items() if found]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)} cases", *wrong])
+
+
+def test_every_pair_of_settings_and_every_model_is_in_the_default_run() -> None:
+    """The cover covers, and stays small."""
+    assert missing_pairs(PAIRS, DEFAULT, allowed=functools.partial(allowed, most_ranks=4)) == []
+    assert {case.model for case in CASES} == set(MODELS)
+    assert len(CASES) <= 21
+    assert len({case.id for case in CASES}) == len(CASES)
 
 
 # ---- precision, meta device, dropout ---------------------------------------------------------------------------------
@@ -143,9 +123,9 @@ def low_precision_and_meta() -> None:
 def recorders() -> None:
     batch = MODELS["llama"].batch(0)
     for model, more in (
-        (mixtral(output_router_logits=True), {}),
-        (llama(), {"output_hidden_states": True}),
-        (llama(attn_implementation="eager"), {"output_attentions": True}),
+        (tiny("mixtral", output_router_logits=True), {}),
+        (tiny("llama"), {"output_hidden_states": True}),
+        (tiny("llama", attn_implementation="eager"), {"output_attentions": True}),
     ):
         strategy = pipeline_strategy(2)
         with pytest.raises(hybrid.ModelError, match=r"by another way than what it returns.*Switch that off"):
@@ -179,7 +159,7 @@ def dropping(pp: int, recompute: bool, schedule: str) -> list[float]:
 
 
 class Dropping(nn.Module):
-    """Dropout in units and between them, in a value that two stages read."""
+    """Dropout in units and between them, in a value that two stages read; numbers from Python and numpy beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +172,7 @@ class Dropping(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = first = self.drop(self.words(ids))
         for block in self.blocks:
-            x = block(x) + first
+            x = block(x) + first * (0.5 + random.random()) * float(np.random.rand())
         return self.head(x)
 
 
@@ -232,6 +212,65 @@ def states(folder: str) -> None:
 def test_states_have_the_names_of_the_plain_model(tmp_path: Path) -> None:
     """A checkpoint of one cut is loaded by another; a state dict is the plain model's, ties under all their names."""
     run_ranks(states, 2, str(tmp_path))
+
+
+class Averaging(nn.Linear):
+    """Replaces its buffer, as a running mean that is not written in place."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(super().forward(x))
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))
+        return y - self.mean
+
+
+class Means(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(Averaging() for _ in range(3))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x if self.training else x + sum(block.mean for block in self.blocks))
+
+
+def buffers_of_stages() -> None:
+    batch, loss_fn = MODELS["demo"].batch, MODELS["demo"].loss_fn
+    with pipeline_variant(2, mb=1, stage=2) as strategy:
+        torch.manual_seed(1)
+        plain = Means()
+        model: Any = hybrid.distributed_model(copy.deepcopy(plain), strategy=strategy, sample=batch(0)[0])
+        optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        for step in range(2):
+            model.train_batch(batch(step), optimizer, loss_fn=loss_fn)
+            plain(batch(step)[0])
+        state = model.full_state_dict()
+        for fqn, buffer in plain.named_buffers():
+            torch.testing.assert_close(state[fqn], buffer)
+        # Alike on all ranks, before anything is sent: the next step goes on.
+        with pytest.raises(hybrid.ModelError, match=r"reads buffer 'blocks.0.mean' outside of its unit"):
+            model.eval_batch(batch(0), loss_fn=loss_fn)
+        first = model.hybrid_runtime.stages.staged.stage == 0
+        with pytest.raises(hybrid.ModelError, match=f"is on pipeline stage {int(first)}, not on this rank"):
+            (model.head if first else model.words)(torch.zeros(1, 16))
+        other = next(block for block in model.blocks if block.weight.isnan().any()).inner
+        with pytest.raises(hybrid.ModelError, match=r"'blocks.\d.inner' is on pipeline stage"):
+            other(torch.zeros(1, 16))
+        model.train_batch(batch(0), optimizer, loss_fn=loss_fn)
+
+
+def test_buffers_that_units_replace_are_those_of_their_stage() -> None:
+    """A state dict has what the unit left; a mode that reads it elsewhere is refused; units elsewhere say where."""
+    run_ranks(buffers_of_stages, 2, group_timeout_seconds=20)
 
 
 # ---- what shows only while it runs -----------------------------------------------------------------------------------

@@ -189,6 +189,41 @@ def test_masks_may_be_looked_at_and_a_model_without_blocks_is_taken_apart() -> N
     assert [call.unit for call in found.flow.calls] == ["inner.first", "inner.second"]
 
 
+def test_units_without_gradients_may_give_their_parameters_to_their_parts() -> None:
+    """As DeBERTa's positions: torch's counter of flops hooks what a part is given, which needs a gradient."""
+
+    class Positions(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.project = nn.Parameter(torch.ones(3, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.project(self.table)
+
+    model = Blocks().eval()
+    model.blocks = nn.ModuleList(Positions() for _ in range(4)).eval()
+    assert [call.forward_flops for call in plan(model, X).flow.calls] == [2 * 2 * 3 * 4 * 4] * 4
+
+
+def test_a_cache_of_linear_attention_has_no_length() -> None:
+    """As Mamba's: an empty one is left out, one with a state is refused."""
+
+    class Recurrent(Cached):
+        has_state = False
+
+        def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+            return block(x, SimpleNamespace(get_seq_length=no_length, has_previous_state=lambda: self.has_state))
+
+    def no_length() -> int:
+        raise ValueError("only LinearAttention layers")
+
+    model = Recurrent()
+    assert len(plan(model, X).flow.calls) == 4
+    model.has_state = True
+    with pytest.raises(ModelError, match=r"'blocks.0' is given a cache of 1 position"):
+        plan(model, X)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
