@@ -27,14 +27,26 @@ def without_caches(
     """
 
     def without(name: str, value: Any) -> Any:
-        length = getattr(value, "get_seq_length", None)
-        if not callable(length):
+        if not callable(getattr(value, "get_seq_length", None)):
             return False if name == "use_cache" else value
-        if length() > 0:
-            raise ModelError(refusal(name, length()))
+        if (length := _length(value)) > 0:
+            raise ModelError(refusal(name, length))
         return None
 
     return (
         tuple(without(f"argument {place}", value) for place, value in enumerate(args)),
         {name: without(name, value) for name, value in kwargs.items()},
     )
+
+
+def _length(cache: Any) -> int:
+    """Positions that a cache holds. The state of linear attention has no length; one that is there counts as one."""
+    try:
+        length = int(cache.get_seq_length())
+    except ValueError:  # there is no other attention in it
+        length = 0
+    try:
+        has_state = bool(cache.has_previous_state())
+    except (AttributeError, ValueError):  # no linear attention in it; a cache of another kind
+        has_state = False
+    return max(length, int(has_state))

@@ -11,6 +11,7 @@ before each batch:
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,13 @@ from hybrid.compose import context
 from hybrid.compose.batch import num_samples, split_batch
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.even_batches import borrowed, check_same_group, everyones
+from hybrid.compose.label_counts import NUM_LABEL_SUMS, uneven_labels
 from hybrid.compose.losses import ForwardStep, LossFunction, run_forward
 from hybrid.compose.pipeline_step import evaluate_pipeline
 from hybrid.compose.runtime import Runtime
-from hybrid.compose.train_step import evaluating, mean_of
+from hybrid.compose.train_step import NUM_TOTALS, evaluating, mean_of
 from hybrid.errors import BatchError, ModelError
+from hybrid.pipeline.layers import PipelineLayer
 
 __all__ = ["Evaluation", "evaluate", "reduce_metrics"]
 
@@ -72,6 +75,9 @@ def evaluate(
     Raises:
         BatchError: batches without a way to a loss; ranks that work on the same samples have different numbers of
             batches (raised on every rank, with the ranks and the numbers).
+
+    Warns:
+        UserWarning: mean losses of batches with unequally many labels that count, which `train_batch` refuses.
     """
     runtime: Runtime | None = vars(model).get("hybrid_runtime")
     if runtime is None:
@@ -81,20 +87,23 @@ def evaluate(
         raise BatchError(f"evaluate: forward_step with {what}: give (inputs, labels) or dict batches, and loss_fn")
     runtime.check_parts()
     noted = _Noted(metrics)
-    totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
+    totals = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=runtime.engine.device)
     with evaluating(model), torch.no_grad():
         for piece, counts in _pieces(runtime, loader):
             into = totals if counts else torch.zeros_like(totals)
             noted.is_open = counts
             if runtime.stages is not None:
-                loss = loss_fn if loss_fn is not None else runtime.stages.loss_fn
-                evaluate_pipeline(runtime, [piece], noted.around(loss), into)
+                evaluate_pipeline(runtime, [piece], loss_fn, into, note=noted.note)
             else:
                 step = forward_step
                 if metrics is not None and isinstance(piece, Mapping):
                     step = noted.forward_step
-                run_forward(model, piece, noted.around(loss_fn), step, into, runtime.strategy.loss_reduction)
+                given = model.loss_fn if loss_fn is None and isinstance(model, PipelineLayer) else loss_fn
+                run_forward(model, piece, noted.around(given), step, into, runtime.strategy.loss_reduction)
     ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES, "pp"), control=True).wait()
+    if said := uneven_labels(totals[-NUM_LABEL_SUMS:], ()):
+        # Other batches of the same data would give another mean; the metrics, which are right, may have taken an hour.
+        warnings.warn(f"evaluate: the loss depends on how the data is cut into batches: {said}", stacklevel=2)
     axes = (*DATA_AXES, "pp") if runtime.stages is not None else DATA_AXES
     return Evaluation(
         loss=mean_of(totals[0], totals[1], runtime.strategy.loss_reduction).to(runtime.engine.result_dtype),
@@ -182,7 +191,7 @@ class _Noted:
             return loss_fn
 
         def loss_and_metrics(output: Any, labels: Any) -> Any:
-            self._note(output, labels)
+            self.note(output, labels)
             return loss_fn(output, labels)
 
         return loss_and_metrics
@@ -190,7 +199,7 @@ class _Noted:
     def forward_step(self, model: nn.Module, batch: Any) -> Any:
         """Of a dict batch, as `run_forward` would go about it."""
         output = model(**batch)
-        self._note(output, batch)
+        self.note(output, batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise BatchError(
@@ -198,7 +207,8 @@ class _Noted:
             )
         return loss
 
-    def _note(self, output: Any, labels: Any) -> None:
+    def note(self, output: Any, labels: Any) -> None:
+        """Labels, or the batch where the model takes them from it."""
         if self._metrics is not None and self.is_open:
             self.sums = _added(self.sums, self._metrics(output, labels))
 

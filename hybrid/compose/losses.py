@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hybrid.compose.batch import num_samples, num_tokens
+from hybrid.compose.label_counts import NUM_LABEL_SUMS, label_sums
 from hybrid.errors import BatchError
 from hybrid.pipeline.layers import PipelineLayer, is_chain
 
@@ -39,7 +40,7 @@ def add_loss(output: Any, micro_batch: Any, totals: torch.Tensor, loss_reduction
     Args:
         output: a scalar mean over the samples, or a pair (sum, count).
         micro_batch: for the number of its samples and tokens.
-        totals: (loss sum, weight, samples, tokens, ...), fp64.
+        totals: (loss sum, weight, samples, tokens, ..., label sums), fp64.
         loss_reduction: "mean" or "sum".
 
     Raises:
@@ -58,6 +59,8 @@ def add_loss(output: Any, micro_batch: Any, totals: torch.Tensor, loss_reduction
         output = output.reshape(())
         loss_sum = output if loss_reduction == "sum" else output * samples
         weight = samples
+        if loss_reduction == "mean":
+            totals[-NUM_LABEL_SUMS:] += label_sums(micro_batch, samples, device=totals.device)
     totals[:4] += torch.stack(
         [
             torch.as_tensor(v, dtype=torch.float64, device=totals.device)

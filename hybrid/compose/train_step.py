@@ -21,6 +21,7 @@ from hybrid.collectives import ops
 from hybrid.collectives.ranges import RangeKind, named_range
 from hybrid.compose.batch import num_samples, split_batch
 from hybrid.compose.context import DATA_AXES
+from hybrid.compose.label_counts import NUM_LABEL_SUMS, check_even_labels, check_item_count
 from hybrid.compose.loss_scale import record_overflow, unscale_gradients
 from hybrid.compose.losses import ForwardStep, LossFunction, run_forward
 from hybrid.compose.optimizer import DistributedOptimizer
@@ -28,7 +29,10 @@ from hybrid.compose.pipeline_step import evaluate_pipeline, reduces_after, train
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import BatchError, ModelError, OptimizerError
 
-__all__ = ["EvalResult", "StepResult", "eval_batch", "evaluating", "mean_of", "train_batch"]
+__all__ = ["NUM_TOTALS", "EvalResult", "StepResult", "eval_batch", "evaluating", "mean_of", "train_batch"]
+
+NUM_TOTALS = 6 + NUM_LABEL_SUMS
+"""Numbers of a step that are summed over the world: loss, weight, samples, tokens, two flags, and of the labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +97,14 @@ def train_batch(
     _check_arguments(runtime, optimizer, step)
     runtime.check_parts()
     _check_forward_step(runtime, forward_step)
+    _check_item_count(runtime, batch, adds_up=not step or runtime.accumulated_weight is not None)
     runtime.check_batch(batch)
     scaler = _choose_scaler(runtime, scaler)
     strategy, reducer = runtime.strategy, runtime.engine.reducer
     micro_batches = split_batch(
         batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
     )
-    totals = torch.zeros(6, dtype=torch.float64, device=runtime.engine.device)
+    totals = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=runtime.engine.device)
     _check_samples_everywhere(runtime, micro_batches)
     totals[4] = float(reducer.dropped_by_hand)
     reducer.dropped_by_hand = False
@@ -135,6 +140,7 @@ def train_batch(
         _check_graph(runtime, totals[5])
     loss = mean_of(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
     before = runtime.accumulated_weight if totals[4].item() == 0 else None
+    _check_labels(runtime, totals[-NUM_LABEL_SUMS:], micro_batches, adds_up=before is not None)
     runtime.accumulated_weight = totals[1].clone() if before is None else before + totals[1]
     grad_norm, skipped = None, False
     if step:
@@ -163,8 +169,9 @@ def eval_batch(
     strategy = runtime.strategy
     _check_forward_step(runtime, forward_step)
     runtime.check_parts()
+    _check_item_count(runtime, batch, adds_up=False)
     runtime.check_batch(batch)
-    totals = torch.zeros(4, dtype=torch.float64, device=runtime.engine.device)
+    totals = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=runtime.engine.device)
     with evaluating(model), torch.no_grad():
         pieces = split_batch(
             batch,
@@ -178,6 +185,7 @@ def eval_batch(
         for micro_batch in pieces if runtime.stages is None else ():
             run_forward(model, micro_batch, loss_fn, forward_step, totals, strategy.loss_reduction)
     ops.all_reduce(totals, group=runtime.mesh.group(*DATA_AXES, "pp"), control=True).wait()
+    check_even_labels(totals[-NUM_LABEL_SUMS:], pieces)
     loss = mean_of(totals[0], totals[1], strategy.loss_reduction).to(runtime.engine.result_dtype)
     return EvalResult(loss=loss, count=totals[1])
 
@@ -214,6 +222,24 @@ def _check_graph(runtime: Runtime, without: torch.Tensor) -> None:
             "loss_fn detaches the output, computes without gradients, or every parameter that the loss depends on is "
             "frozen. Return a loss that is computed from the output"
         )
+
+
+def _check_item_count(runtime: Runtime, batch: Any, *, adds_up: bool) -> None:
+    strategy = runtime.strategy
+    is_whole = not adds_up and strategy.data_parallel_size * strategy.accumulate_steps == 1
+    check_item_count(batch, is_whole=is_whole, loss_reduction=strategy.loss_reduction)
+
+
+def _check_labels(runtime: Runtime, sums: torch.Tensor, micro_batches: list[Any], *, adds_up: bool) -> None:
+    """Raises BatchError, on all ranks: the loss is a mean of means that is not the mean over the whole batch."""
+    if adds_up and runtime.accumulated_labels is not None:
+        sums = sums + runtime.accumulated_labels
+    try:
+        check_even_labels(sums, micro_batches)
+    except BatchError:
+        runtime.mark_failed()
+        raise
+    runtime.accumulated_labels = sums.clone()
 
 
 def _choose_scaler(runtime: Runtime, scaler: Any) -> torch.amp.GradScaler | None:

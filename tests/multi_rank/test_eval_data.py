@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,90 @@ def test_the_mean_over_any_number_of_samples_is_the_plain_one() -> None:
 def test_the_mean_over_ranks_that_share_samples() -> None:
     """Two data-parallel ranks of two each: a pipeline or a cut model whose other half has no batch."""
     run_ranks(check_mean, 4, ("tp2", "pp2"), (1,))
+
+
+class Tagger(nn.Module):
+    """Finds its loss by itself, a mean over the labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.words = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 4)
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor | None = None, num_items_in_batch: int | None = None
+    ) -> dict[str, Any]:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        scores = self.head(x)
+        if labels is None:
+            return {"scores": scores}
+        loss, count = tag_loss({"scores": scores}, labels)
+        return {"loss": loss / (num_items_in_batch or count), "scores": scores}
+
+
+def tag_loss(output: dict[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = functional.cross_entropy(output["scores"].flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss, (labels != -100).sum()
+
+
+def tags_found(output: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
+    return {"found": ((output["scores"].argmax(-1) == batch["labels"]).sum(), (batch["labels"] != -100).sum())}
+
+
+def check_labels(layout: str) -> None:
+    strategy = hybrid.DistributedStrategy({"accumulate_steps": 2, "timeout_seconds": 20} | LAYOUTS[layout])
+    ids = torch.randint(11, (8, 5), generator=seeded(71))
+    uneven, even, first = ids % 4, ids % 4, ids % 4
+    uneven[:4, 1:] = even[:, 1:3] = first[:3, 0] = first[3:, 1] = -100
+    plain, sgd = Tagger(), functools.partial(torch.optim.SGD, lr=0.1)
+    model = hybrid.distributed_model(Tagger(), strategy=strategy, sample={"ids": ids} if layout == "pp2" else None)
+    optimizer = hybrid.distributed_optimizer(sgd(model.parameters()))
+    own = slice(None) if layout == "pp2" else slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    here = {"ids": ids[own], "labels": uneven[own]}
+    for refused in (lambda: model.train_batch(here, optimizer), lambda: model.eval_batch(here)):
+        with pytest.raises(hybrid.BatchError, match=r"not -100: 24 in 8 samples, and in this rank's .* return"):
+            refused()
+    with pytest.raises(hybrid.BatchError, match=r"not -100 \(the first position aside, .*: 27 in 8 samples"):
+        model.train_batch({"ids": ids[own], "labels": first[own]}, optimizer)
+    with pytest.raises(hybrid.BatchError, match=r"num_items_in_batch = 24 .* Set strategy.loss_reduction = 'sum'"):
+        model.train_batch(here | {"num_items_in_batch": 24}, optimizer)
+    # Calls that are even each, and not together.
+    model.train_batch({"ids": ids[own], "labels": even[own]}, step=False)
+    with pytest.raises(hybrid.BatchError, match="accumulated calls"):
+        model.train_batch({"ids": ids[own], "labels": ids[own] % 4}, optimizer)
+    model.zero_grad()
+    assert_weights(model, plain.state_dict(), SEVERAL_STEPS)
+    plain_optimizer = sgd(plain.parameters())
+    for labels, batch, loss_fn in (
+        (even, {"ids": ids[own], "labels": even[own]}, None),
+        (uneven, ({"ids": ids[own]}, uneven[own]), tag_loss),
+    ):
+        wanted = plain(ids, labels)["loss"]
+        wanted.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        found = model.train_batch(batch, optimizer, loss_fn=loss_fn)
+        assert_close(found.loss, wanted.item(), SEVERAL_STEPS, layout)
+    assert_weights(model, plain.state_dict(), SEVERAL_STEPS)
+    with torch.no_grad():
+        wanted = plain(ids, even)
+    evaluated = hybrid.evaluate(model, [{"ids": ids[own], "labels": even[own]}], metrics=tags_found)
+    right = tags_found(wanted, {"labels": even})["found"]
+    assert evaluated.metrics == {"found": pytest.approx(float(right[0] / right[1]))}
+    assert_close(evaluated.loss, wanted["loss"].item(), SEVERAL_STEPS, layout)
+    with pytest.warns(UserWarning, match="evaluate: the loss depends on how the data is cut into batches"):
+        hybrid.evaluate(model, [here])
+    hybrid.shutdown()
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_a_mean_of_unequal_means_is_refused(layout: str) -> None:
+    """Labels that do not count, unequally many in micro-batches, ranks or calls; and metrics of dict batches."""
+    run_ranks(check_labels, 2, layout)
 
 
 def check_reduction() -> None:

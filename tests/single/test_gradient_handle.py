@@ -244,6 +244,24 @@ def test_a_copied_parameter_has_no_gradient() -> None:
     assert torch.equal(copied.weight, module.weight)
 
 
+def test_a_module_may_convert_itself_to_what_it_is() -> None:
+    """As routers do inside a forward; between two micro-batches the gradient has nothing to change."""
+    module = nn.Linear(3, 2)
+    for fqn, parameter in module.named_parameters():
+        parameter.grad = handle_of(parameter, fqn)
+    handle, memory = module.weight.grad, module.weight.data_ptr()
+    for converted in (
+        module.to(torch.float32),
+        module.to("cpu", torch.float32),
+        module.float(),
+        module.type(torch.float32),
+    ):
+        assert converted.weight.grad is handle
+        assert converted.weight.data_ptr() == memory
+    with pytest.raises(GradientAccessError, match="'weight'"):
+        module.to(torch.bfloat16)
+
+
 @pytest.mark.parametrize("zero", ["module", "optimizer", "by hand"])
 def test_a_handle_is_taken_away_like_a_gradient(zero: str) -> None:
     """Protects zero_grad in all its spellings."""
