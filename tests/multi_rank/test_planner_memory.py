@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import hybrid
 from hybrid.collectives.scratch import SCRATCH
+from hybrid.compose.train_step import NUM_TOTALS
 from hybrid.contracts.cluster import parse_cluster
 from hybrid.pipeline.runner import PipelineRunner
 from hybrid.planner.job import Candidate, Job, OptimizerSpec, Precision
@@ -99,7 +100,8 @@ def at_first_backward(look: Any) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-TOTALS_BYTES = 48  # six float64: loss, counts and flags of a step, which its result holds
+TOTALS_BYTES = 8 * NUM_TOTALS  # loss, counts and flags of a step, which its result holds
+NUMBERS_BYTES = 48  # of a step, or fewer: losses, norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,8 @@ def observe(layout: Layout) -> dict[str, Any]:
 
     def at_step(*_: Any) -> None:
         # What is new and tiny are the step's own numbers: sums of losses, flags.
-        now = {place: size for place, size in live_storages().items() if place in before or size > TOTALS_BYTES}
+        now = {place: size for place, size in live_storages().items() if place in before or size > NUMBERS_BYTES}
+        now = {place: size for place, size in now.items() if place in before or size != TOTALS_BYTES}
         seen["after_backward"] = sum(now.values()) - data_bytes
 
     hook = optimizer.register_step_pre_hook(at_step)
