@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybrid.calibration.cluster_content import check_out, cluster_content, write_cluster_file
 from hybrid.calibration.effort import PROGRESS_FILE, RESULT_FILE
+from hybrid.calibration.stopped import raise_if_stopped
 from hybrid.contracts.cluster import Cluster, parse_cluster
 from hybrid.contracts.measurements import Measurements
 from hybrid.errors import PlanError
@@ -18,7 +19,7 @@ from hybrid.launch.job import LaunchJob
 from hybrid.launch.machine import this_machine
 from hybrid.launch.run import run_job
 
-__all__ = ["calibrate", "default_ranks"]
+__all__ = ["calibrate", "check_out", "checked_ranks"]
 
 Progress = Callable[[int, int, str], None]
 """(measurements done, all of them, what is measured now)"""
@@ -58,6 +59,7 @@ def calibrate(
 
     Raises:
         PlanError: a file that cannot be written, more ranks than accelerators, or a rank that failed.
+        KeyboardInterrupt: Ctrl-C, after the ranks have ended.
         LaunchError: hosts that are not alike, or launch variables that are wrong.
     """
     path = Path(out)
@@ -65,13 +67,14 @@ def calibrate(
     if environment.launched:
         return _in_this_job(path, environment.world_size, environment.rank, ranks, quick=quick, progress=progress)
     check_out(path)
-    number = _checked_ranks(ranks)
+    number = checked_ranks(ranks)
     measured, free_bytes = _on_new_ranks(number, quick=quick, progress=progress)
     write_cluster_file(path, cluster_content(measured, free_bytes))
     return parse_cluster(path)
 
 
-def _checked_ranks(ranks: int | None) -> int:
+def checked_ranks(ranks: int | None) -> int:
+    """How many are started on this machine; a PlanError for a number that cannot be."""
     number = default_ranks() if ranks is None else ranks
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise PlanError(f"ranks = {number!r}: expected a whole number of at least 1")
@@ -111,6 +114,7 @@ def _on_new_ranks(ranks: int, *, quick: bool, progress: Progress | None) -> tupl
         show_output=False,
     )
     outcome = run_job(job, on_poll=_Teller(progress) if progress is not None else None)
+    raise_if_stopped(outcome)
     if outcome.exit_code != 0:
         raise PlanError(f"the measurement ended with code {outcome.exit_code}: {outcome.message}")
     content = json.loads((outcome.log_dir / RESULT_FILE).read_text(encoding="utf-8"))

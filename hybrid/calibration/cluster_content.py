@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from hybrid.contracts.device_kind import DeviceKind, device_kinds
+from hybrid.contracts.kept_file import replace_text
 from hybrid.contracts.measurements import CollectivePoint, Measurements
 from hybrid.errors import PlanError
 
@@ -116,7 +117,7 @@ def _known_accelerator(name: str, memory_bytes: float) -> DeviceKind | None:
     """The kind whose family stands in the name that the driver gives, with the nearest memory."""
     listed = re.split(r"[\s_/-]+", name.upper())
     words = {*listed, *(one + other for one, other in pairwise(listed))}  # RTX 4090 is RTX4090
-    fits = [kind for kind in device_kinds() if kind.name.split("-")[0].upper() in words and kind.name != "cpu"]
+    fits = [kind for kind in device_kinds() if kind.name.split("-")[0].upper() in words and not kind.is_processor]
     is_pcie = "PCIE" in words
 
     def unlike(kind: DeviceKind) -> tuple[bool, float]:
@@ -134,14 +135,14 @@ def _rounded(value: float) -> float:
 
 def check_out(out: Path, *, option: str = "--out") -> None:
     """Raise PlanError where the file could not be written; looked at before anything is measured."""
+    if out.is_dir():
+        raise PlanError(f"{option} {out}: is a folder; give the name of a file in it, such as {out / 'cluster.yaml'}")
     if out.suffix.lower() not in {".yaml", ".yml"}:
         raise PlanError(f"{option} {out}: a cluster file is YAML; name it {out.with_suffix('.yaml').name}")
     folder = out.parent
     if not folder.is_dir():
         raise PlanError(f"{option} {out}: {folder} is no folder; make it first, or give another")
-    if out.is_dir():
-        raise PlanError(f"{option} {out}: is a folder; give the name of a file")
-    if not os.access(out if out.exists() else folder, os.W_OK):
+    if not os.access(folder, os.W_OK) or (out.exists() and not os.access(out, os.W_OK)):
         raise PlanError(f"{option} {out}: cannot be written; give another place")
     if out.exists() and not _is_calibrated(out):
         raise PlanError(f"{option} {out}: is there, and no calibration; it is not replaced: give another name")
@@ -150,7 +151,7 @@ def check_out(out: Path, *, option: str = "--out") -> None:
 def _is_calibrated(path: Path) -> bool:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return False
     return isinstance(content, Mapping) and "measured" in content
 
@@ -163,10 +164,9 @@ def write_cluster_file(out: Path, content: Mapping[str, Any], *, option: str = "
         f"# hybrid cluster show {out.name} take it. What stands where: docs/calibrate.md.\n"
     )
     text += yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
-    aside = out.with_name(f".{out.name}.new")
+    check_out(out, option=option)  # again: it is minutes since
     try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, out)
+        replace_text(out, text)
     except OSError as error:
         raise PlanError(f"{option} {out}: cannot be written ({error.strerror or error})") from None
 

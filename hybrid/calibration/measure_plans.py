@@ -12,6 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid.calibration.stopped import raise_if_stopped
 from hybrid.errors import PlanError
 from hybrid.launch.job import LaunchJob
 from hybrid.launch.machine import this_machine
@@ -22,7 +23,7 @@ from hybrid.planner.plan import Plans
 from hybrid.planner.request import Request
 from hybrid.planner.search import Priced
 from hybrid.planner.strategy_of import strategy_of
-from hybrid.planner.trials import Trial, read_trials, save_trials, trials_file
+from hybrid.planner.trials import Trial, TrialLayout, read_trials, save_trials, trials_file
 from hybrid.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def check_measurable(request: Request, model: Any) -> None:
     assert job.cluster.path is not None  # else there is a problem
     read_trials(job.cluster.path)
     path = trials_file(job.cluster.path)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise PlanError(f"--measure: {path} cannot be written, where measured layouts are kept; move the cluster file")
 
 
@@ -198,14 +199,13 @@ def _trial(job: Job, priced: Priced, result: TrialResult, load: float) -> Trial:
         global_batch_size=job.global_batch_size,
         compute=job.precision.compute,
         optimizer=job.optimizer.name,
-        layout=layout,
+        layout=TrialLayout(**layout),
         predicted_seconds=priced.time.total_seconds,
         predicted_state_bytes=max(sum(point.get(name, 0) for name in _STATE_PARTS) for point in points),
         predicted_process_bytes=priced.memory.worst.device.expected,
         tensor_bytes=priced.memory.worst.tensors_bytes,
         hosts=measured.machine.hosts,
         date=date.today().isoformat(),
-        torch=measured.torch,
         load=round(load, 2),
         **asdict(result),
     )
@@ -228,6 +228,7 @@ def _launch(spec: TrialSpec, strategy: DistributedStrategy, ranks: int) -> Trial
         show_output=False,
     )
     outcome = run_job(job)
+    raise_if_stopped(outcome)
     if outcome.exit_code != 0:
         raise PlanError(f"a measured layout ended with code {outcome.exit_code}: {outcome.message}")
     result = TrialResult(**json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))

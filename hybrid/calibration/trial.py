@@ -75,6 +75,7 @@ class TrialResult:
         state_bytes: parameters, gradients and optimizer state, between a backward and its step.
         process_bytes: the most that the process had.
         num_parameters: of the model that ran.
+        torch: version that ran.
     """
 
     step_seconds: float
@@ -83,6 +84,7 @@ class TrialResult:
     state_bytes: int
     process_bytes: int
     num_parameters: int
+    torch: str
 
 
 def run_trial(spec: TrialSpec, strategy: Any = None) -> TrialResult:
@@ -118,6 +120,7 @@ def run_trial(spec: TrialSpec, strategy: Any = None) -> TrialResult:
         state_bytes=max(one[1] for one in everywhere),
         process_bytes=max(one[2] for one in everywhere),
         num_parameters=num_parameters,
+        torch=torch.__version__,
     )
     context.shutdown()
     return result

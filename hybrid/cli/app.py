@@ -53,7 +53,7 @@ Start here:
   hybrid import ds_config.json                  a DeepSpeed, Accelerate or Fleet configuration as a strategy
   hybrid plan --model llama3-8b --cluster 1x8xH100 --global-batch 64   the fastest layout that fits
   hybrid calibrate --ranks 4 --out here.yaml    measure this machine, for hybrid plan --cluster here.yaml
-  hybrid cluster show 4x8xH100 --network 8x400G links and switches of a cluster, and their rates
+  hybrid cluster show 4x8xH100                  links and switches of a cluster, and their rates
   hybrid schedule --stages 4 --micro-batches 8  who does what when in a pipeline, and the bubble
   hybrid checkpoint ls runs/a                   checkpoints of a folder; verify, show, export
 
@@ -125,3 +125,7 @@ def main() -> None:
     except HybridError as error:
         print(f"hybrid: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -59,9 +59,14 @@ def calibrate(
     is_first = environment.rank == 0
     console = Console(highlight=False, stderr=True)
     if not environment.launched:
-        _warn(ranks if ranks is not None else measuring.default_ranks(), console)
-    with _progress(console if is_first else None) as progress:
-        cluster = measuring.calibrate(out, ranks=ranks, quick=quick, progress=progress)
+        measuring.check_out(out)  # what cannot be is no matter of load
+        _warn(measuring.checked_ranks(ranks), console)
+    try:
+        with _progress(console if is_first else None) as progress:
+            cluster = measuring.calibrate(out, ranks=ranks, quick=quick, progress=progress)
+    except KeyboardInterrupt as stop:
+        typer.echo(f"hybrid: {str(stop) or 'stopped by Ctrl-C'}", err=True)
+        raise typer.Exit(130) from None
     if not is_first:
         return
     assert cluster.measured is not None  # it was measured just now

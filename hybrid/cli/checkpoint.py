@@ -53,7 +53,9 @@ Examples:
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-commands = typer.Typer(name="checkpoint", no_args_is_help=True, rich_markup_mode=None, context_settings=SETTINGS)
+commands = typer.Typer(
+    name="checkpoint", no_args_is_help=True, add_completion=False, rich_markup_mode=None, context_settings=SETTINGS
+)
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of checkpoints, or of one step.", show_default=False)

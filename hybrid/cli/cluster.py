@@ -12,7 +12,7 @@ from hybrid.cli.cluster_drawing import device_dict, print_devices
 from hybrid.cli.cluster_summary import ClusterSummary
 from hybrid.contracts.cluster import parse_cluster
 from hybrid.contracts.device_kind import device_kinds
-from hybrid.report.page import write_page
+from hybrid.report.page import check_page_path, write_page
 
 __all__ = ["commands"]
 
@@ -34,7 +34,9 @@ Examples:
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-commands = typer.Typer(name="cluster", no_args_is_help=True, rich_markup_mode=None, context_settings=SETTINGS)
+commands = typer.Typer(
+    name="cluster", no_args_is_help=True, add_completion=False, rich_markup_mode=None, context_settings=SETTINGS
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
@@ -112,6 +114,7 @@ def show(
       hybrid cluster show lab.yaml --json
       hybrid cluster show lab.yaml --html lab.html               links, switches and rates to point at
     """
+    check_page_path(html, option="--html")
     found = parse_cluster(
         source,
         network=network,

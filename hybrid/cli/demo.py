@@ -84,7 +84,7 @@ def demo(
             "--layout",
             metavar="auto|3d",
             help="auto: the planner chooses, for this machine's own CPUs. 3d: two stages of a pipeline, each layer "
-            "over two ranks, the batch over the rest.",
+            "over two ranks, the batch over the rest; 8 ranks or more, a multiple of 4.",
         ),
     ] = None,
 ) -> None:

@@ -47,7 +47,9 @@ def dryrun(
     world_size: Annotated[
         int, typer.Option("--world-size", "-n", help="Processes of the job.", min=1, show_default=False)
     ],
-    rank: Annotated[str, typer.Option("--rank", "-r", metavar="RANKS", help="Which ranks: 0,7,4095.")] = "0",
+    rank: Annotated[
+        str | None, typer.Option("--rank", "-r", metavar="RANKS", help="Which ranks: 0,7,4095.  [default: 0]")
+    ] = None,
     all_distinct: Annotated[
         bool, typer.Option("--all-distinct", help="One of each kind of ranks that hold and send the same.")
     ] = False,
@@ -81,7 +83,10 @@ def dryrun(
     """
     try:
         strategy = DistributedStrategy.load(strategy_file, world_size=world_size)
-        ranks = _ranks(rank)
+        ranks = None if rank is None else _ranks(rank)
+        lists = [option for option, on in (("--parameters", parameters), ("--actions", actions)) if on]
+        if json_output and lists:
+            raise StrategyError(f"{' and '.join(lists)} beside --json has no effect: JSON lists all; leave one out")
         strategy.resolve(world_size)  # before torch is loaded
         found = _run(
             strategy,
@@ -109,7 +114,7 @@ def _run(
     model: str,
     *,
     world_size: int,
-    ranks: Sequence[int],
+    ranks: Sequence[int] | None,
     all_distinct: bool,
     seq: int | None,
     optimizer: str,

@@ -74,6 +74,7 @@ def explain(
       gradient_clipping: 1.0
     """
     if schema:
+        _check_alone(strategy_file, **{"--world-size": world_size, "--model": model, "--json": json_output or None})
         typer.echo(json.dumps(DistributedStrategy.json_schema(), indent=2, ensure_ascii=False))
         return
     if strategy_file is None:
@@ -90,6 +91,18 @@ def explain(
         typer.echo(json.dumps(told.to_dict(), indent=2, ensure_ascii=False))
     else:
         _print_tables(told)
+
+
+def _check_alone(strategy_file: Path | None, **options: object) -> None:
+    """Beside --schema, which is the same for every strategy, nothing else has an effect."""
+    given = [option for option, value in options.items() if value is not None]
+    given = [*([] if strategy_file is None else [str(strategy_file)]), *given]
+    if given:
+        raise typer.BadParameter(
+            f"{', '.join(given)} has no effect beside it: the schema of strategy files, which is JSON, is one for all; "
+            "leave one of them out",
+            param_hint="--schema",
+        )
 
 
 def _print_problems(problems: Sequence[str], *, json_output: bool) -> None:

@@ -33,6 +33,7 @@ from hybrid.units import parse_bytes
 __all__ = ["plan"]
 
 _FILE_WIDTH = 200
+_BEST = 8  # layouts that are shown where nobody says how many
 _MOST_ROWS = 200  # of `--why`, beyond which it only counts
 
 
@@ -96,7 +97,10 @@ def plan(
         str | None,
         typer.Option("--memory", metavar="70GiB", help="Of a device, if not all of it is to be used."),
     ] = None,
-    best: Annotated[int, typer.Option("--best", metavar="N", help="Layouts to show.")] = 8,
+    best: Annotated[
+        int | None,
+        typer.Option("--best", metavar="N", help=f"Layouts to show.  [default: {_BEST}]", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -163,7 +167,7 @@ def plan(
             include_unbuilt=everything,
             risk=risk,
             memory_bytes=None if memory is None else _bytes(memory),
-            num_plans=best,
+            num_plans=_BEST if best is None else best,
             use_measurements=measurements,
         )
         if measure is not None:
@@ -173,6 +177,10 @@ def plan(
                 raise PlanError(
                     f"--why tells about layouts and makes no plan that {option} could write: leave one of them out"
                 )
+        if why_not and best is not None:
+            raise PlanError(
+                f"--why tells about layouts without ranking them, so --best {best} has no effect: leave one of them out"
+            )
         check_page_path(report, option="--report")
         if out is not None and report is not None and out.resolve() == report.resolve():
             raise PlanError(f"--out and --report both name {out}: give the page a name of its own")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,17 +14,19 @@ from rich.table import Table
 from hybrid.cli.schedule_drawing import draw, legend
 from hybrid.contracts.schedule import SCHEDULE_NAMES, Schedule, make_schedule
 from hybrid.contracts.schedule_check import check_schedule
-from hybrid.contracts.schedule_choice import read_schedule
+from hybrid.contracts.schedule_choice import file_name, read_schedule
 from hybrid.contracts.schedule_text import to_csv, to_text
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
 from hybrid.errors import StrategyError
-from hybrid.report.page import write_page
+from hybrid.report.page import check_page_path, write_page
 from hybrid.report.schedule_page import schedule_page
 from hybrid.units import format_seconds
 
 __all__ = ["schedule"]
 
 DEFAULT_SCHEDULE = "1f1b"
+NO_NAME = "-"  # of a file that says none
+DEFAULT_FORWARD, DEFAULT_BACKWARD = "1", "2"  # seconds
 
 
 def schedule(
@@ -41,17 +44,26 @@ def schedule(
         int | None, typer.Option("--virtual-stages", help="Chunks of the model on each rank.  [default: 1; zbv: 2]")
     ] = None,
     forward: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--forward",
             metavar="SECONDS",
-            help="Forward of one micro-batch on a stage, shared evenly by its chunks; or a list, one value per chunk.",
+            help="Forward of one micro-batch on a stage, shared evenly by its chunks; or a list, one value per chunk.  "
+            f"[default: {DEFAULT_FORWARD}]",
         ),
-    ] = "1",
-    backward: Annotated[str, typer.Option("--backward", metavar="SECONDS", help="Backward, in the same way.")] = "2",
+    ] = None,
+    backward: Annotated[
+        str | None,
+        typer.Option(
+            "--backward", metavar="SECONDS", help=f"Backward, in the same way.  [default: {DEFAULT_BACKWARD}]"
+        ),
+    ] = None,
     transfer: Annotated[
-        float, typer.Option("--transfer", metavar="SECONDS", help="From the end of an action to its result's arrival.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            "--transfer", metavar="SECONDS", help="From the end of an action to its result's arrival.  [default: 0]"
+        ),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Option("--file", metavar="FILE", help="Your own schedule, .csv or text, instead of a made one."),
@@ -91,14 +103,17 @@ def schedule(
     outputs = [flag for flag, on in (("--json", json_output), ("--csv", csv_output), ("--text", text_output)) if on]
     if len(outputs) > 1:
         raise typer.BadParameter(f"{' and '.join(outputs)} are given; give one of them", param_hint=outputs[1])
+    if html is None and (csv_output or text_output):
+        _check_times(outputs[0], **{"--forward": forward, "--backward": backward, "--transfer": transfer})
+    check_page_path(html, option="--html")
     try:
         chosen = _chosen(file, name, stages, micro_batches, virtual_stages)
         check_schedule(chosen)
         timeline = time_schedule(
             chosen,
-            forward_seconds=_seconds("--forward", forward, chosen),
-            backward_seconds=_seconds("--backward", backward, chosen),
-            transfer_seconds=transfer,
+            forward_seconds=_seconds("--forward", DEFAULT_FORWARD if forward is None else forward, chosen),
+            backward_seconds=_seconds("--backward", DEFAULT_BACKWARD if backward is None else backward, chosen),
+            transfer_seconds=transfer or 0.0,
         )
     except StrategyError as error:
         _print_problems(error.problems, json_output=json_output)
@@ -113,6 +128,16 @@ def schedule(
         typer.echo(to_text(chosen), nl=False)
     else:
         _print_drawing(timeline)
+
+
+def _check_times(output: str, **times: object) -> None:
+    given = [option for option, value in times.items() if value is not None]
+    if given:
+        raise typer.BadParameter(
+            f"prints the order of the actions, on which {' and '.join(given)} {'has' if len(given) == 1 else 'have'} "
+            "no effect; leave out one or the other, or add --html FILE, which draws the times",
+            param_hint=output,
+        )
 
 
 def _chosen(
@@ -132,7 +157,10 @@ def _chosen(
             num_micro_batches=micro_batches,
             virtual_stages=virtual_stages,
         )
-    found = read_schedule(file)
+    found = read_schedule(file, name=NO_NAME)
+    has_name = found.name != NO_NAME
+    if not has_name:
+        found = _with_name(found, file, name)
     pairs = (
         ("--schedule", name, found.name),
         ("--stages", stages, found.num_stages),
@@ -142,11 +170,38 @@ def _chosen(
     problems = [
         f"{option} is {given} but {file} says {in_file}; leave one of them out"
         for option, given, in_file in pairs
-        if given is not None and given != in_file
+        if given is not None and given != in_file and (has_name or option != "--schedule")
     ]
+    if not has_name and name is not None and not _has_actions_of(found, name):
+        problems.append(
+            f"--schedule is {name}, and {file} names none, but its actions are not those of {name} for "
+            f"{found.num_stages} stages and {found.num_micro_batches} micro-batches; leave --schedule out"
+        )
     if problems:
         raise StrategyError(problems)
     return found
+
+
+def _with_name(found: Schedule, file: Path, wanted: str | None) -> Schedule:
+    """Of a file that says none: that of the schedule with the same actions, else the file's."""
+    names = [*([] if wanted is None else [wanted]), *SCHEDULE_NAMES]
+    return replace(found, name=next((name for name in names if _has_actions_of(found, name)), file_name(file)))
+
+
+def _has_actions_of(found: Schedule, name: str) -> bool:
+    """Whether `make_schedule` makes the same under this name."""
+    if 2 * found.num_chunks * found.num_micro_batches > sum(map(len, found.actions)):
+        return False  # some are missing, so the sizes may be any, too large to make a schedule of
+    try:
+        made = make_schedule(
+            name,
+            num_stages=found.num_stages,
+            num_micro_batches=found.num_micro_batches,
+            virtual_stages=found.virtual_stages,
+        )
+    except StrategyError:  # there is none, or none of these sizes
+        return False
+    return made.actions == found.actions
 
 
 def _seconds(option: str, text: str, chosen: Schedule) -> list[float]:

@@ -197,8 +197,8 @@ def parse_cluster(
         source: `16x8xH100` (nodes × devices × kind), `8xA100-80GB` (one node), `2x8xH100+1x4xH100`, `local` (the
             processors of this machine), a YAML file (docs/cluster.md) or what stands in one.
         network: cards of a node and their speed, `8x400G` in Gb/s; None: typical for the device.
-        oversubscription: bandwidth of a leaf switch towards its nodes over that towards the spine; None or 1: as the
-            file says, else non-blocking.
+        oversubscription: bandwidth of a leaf switch towards its nodes over that towards the spine; None: as the file
+            says, else 1, non-blocking.
         rails: NIC i of every node on leaf switch i; False: all NICs of a node on one leaf. None: rails, unless
             oversubscription makes the leaf of each node the narrow place.
         nodes_per_leaf: nodes that meet at one leaf, or one set of rails; None: 32 with rails, else 1.
@@ -211,7 +211,7 @@ def parse_cluster(
     """
     options = Options(
         network=network,
-        oversubscription=None if oversubscription == 1 else oversubscription,
+        oversubscription=oversubscription,
         rails=rails,
         nodes_per_leaf=nodes_per_leaf,
         domain=domain,

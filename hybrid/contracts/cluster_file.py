@@ -21,6 +21,7 @@ from hybrid.contracts.cluster_text import (
     refusal_of,
 )
 from hybrid.contracts.device_kind import DeviceKind, device_kind, kind_like, link_figure
+from hybrid.contracts.entry_problems import entry_problems
 from hybrid.contracts.measurements import Measurements
 from hybrid.errors import PlanError
 
@@ -89,11 +90,7 @@ def read_cluster_file(source: str | Path | Mapping[str, Any], options: Options) 
     try:
         file = _File.model_validate(dict(content))
     except ValidationError as error:
-        problems = [
-            f"{where}, {'.'.join(map(str, entry['loc'])) or 'top level'}: {entry['msg']} (it is {entry['input']!r})"
-            for entry in error.errors()
-        ]
-        raise PlanError(problems) from None
+        raise PlanError(entry_problems(error, where)) from None
     ways = [way for way in ("cluster", "nodes", "graph") if getattr(file, way) is not None]
     if len(ways) != 1:
         found = f"it has {' and '.join(ways)}" if ways else "it has none"
@@ -101,7 +98,12 @@ def read_cluster_file(source: str | Path | Mapping[str, Any], options: Options) 
     name = file.name or (Path(source).stem if not isinstance(source, Mapping) else file.cluster or "cluster")
     kinds = {key: _own_kind(key, figures, where) for key, figures in file.kinds.items()}
     try:
-        return _measured(_description(file, name, kinds, _merged(file, options)), file.measured)
+        description = _description(file, name, kinds, _merged(file, options))
+        names = {kind.name for kind in description.kinds}
+        unused = [key for key, kind in kinds.items() if kind.name not in names]
+        if unused:
+            raise PlanError([f"kinds.{key} has no effect: no device of the cluster is one" for key in unused])
+        return _measured(description, file.measured)
     except PlanError as error:
         raise PlanError([f"{where}: {problem}" for problem in error.problems]) from None
 
@@ -130,7 +132,7 @@ def _load(path: Path, where: str) -> Mapping[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{where}: cannot be read ({error.strerror or error})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, no day of the calendar, endless digits
         raise PlanError(f"{where} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, Mapping):
         raise PlanError(f"{where}: must hold entries such as `cluster: 16x8xH100`, it holds {type(content).__name__}")
@@ -152,6 +154,15 @@ def _merged(file: _File, options: Options) -> Options:
         if inside is not None and beside is not None and inside != beside:
             problems.append(f"{key} is {inside} in the file and {beside} beside it; leave one of them out")
         merged[key] = inside if beside is None else beside
+    own = [part.network for part in file.nodes or ()]
+    if options.network is not None:
+        problems += [
+            f"network is {inside} in nodes.{place} of the file and {options.network} beside it; leave one of them out"
+            for place, inside in enumerate(own)
+            if inside is not None and inside != options.network
+        ]
+    elif file.network is not None and own and None not in own:
+        problems.append(f"network {file.network} has no effect: each of nodes has its own; leave it out")
     if problems:
         raise PlanError(problems)
     return Options(**merged)
@@ -169,6 +180,14 @@ def _measured(found: Description, measured: Measurements | None) -> Description:
         raise PlanError(
             f"measured: it was taken on {len(machine.hosts)} host(s) of {machine.ranks_per_host} ranks, and {have}; "
             f"run hybrid calibrate --ranks for this number, or take measured out"
+        )
+    strangers = [kind.name for kind in found.kinds if kind.is_processor != (machine.accelerator is None)]
+    if strangers:
+        where = "processors" if machine.accelerator is None else machine.accelerator
+        raise PlanError(
+            f"measured: it was taken on {where}, and {strangers[0]} is "
+            f"{'an accelerator' if machine.accelerator is None else 'a kind of processor'}: give a kind like what was "
+            "measured, or take measured out"
         )
     for curve in measured.collectives:
         if ranks % (curve.size * curve.stride):
@@ -200,7 +219,8 @@ def _description(file: _File, name: str, kinds: Mapping[str, DeviceKind], option
             )
             for part in file.nodes
         ]
-        base = description_of(name, parts, options)
+        own = [part.network for part in file.nodes]
+        base = description_of(name, parts, options if None in own else replace(options, network=own[0]))
     if not file.links:
         return base
     assert base.shape is not None
@@ -250,6 +270,8 @@ def _apply(graph: nx.Graph, links: Sequence[_Link]) -> None:
             problems.append(f"{title}: no {strangers[0]} in this cluster; there are {', '.join(near[:6])} …")
         elif here == there:
             problems.append(f"{title}: a link needs two ends")
+        elif link.remove and (link.speed, link.latency) != (None, None):
+            problems.append(f"{title}: what is removed has no speed and no latency; leave remove out, or these")
         elif link.remove:
             if graph.has_edge(here, there):
                 graph.remove_edge(here, there)

@@ -135,6 +135,17 @@ def description_of(name: str, parts: Sequence[NodePart], options: Options) -> De
             f"{'one set of rails' if rails else 'one leaf switch'}, which holds {nodes_per_leaf}; "
             f"give nodes_per_leaf {max(1, num_nodes // 2)}, or leave rails out"
         )
+    if shape.num_domains == 1:
+        told = (
+            ("network", options.network),
+            ("rails", options.rails if options.rails is None else f"{options.rails}".lower()),
+            ("nodes_per_leaf", options.nodes_per_leaf),
+        )
+        problems += [
+            f"{key} {value} has no effect: {name} is one domain and has no network"
+            for key, value in told
+            if value is not None
+        ]
     if problems:
         raise PlanError(problems)
     kinds = tuple({part.kind.name: part.kind for part in parts}.values())
@@ -161,8 +172,6 @@ def _notes(shape: Shape, options: Options) -> list[str]:
     if shape.num_domains > 1 and options.network is None:
         cards = {f"{part.num_nics}x{part.nic_bytes_per_second * 8 / 1e9:g}G" for part in shape.parts}
         notes.append(f"network {' and '.join(sorted(cards))} per node is typical for the device, not told")
-    if shape.num_domains == 1 and options.network is not None:
-        notes.append("one domain: its network cards are not used")
     if fabric.oversubscription > 1 and options.rails is None:
         notes.append(
             f"oversubscription without rails: {fabric.nodes_per_leaf} node(s) per leaf switch; for rail-optimised pods "

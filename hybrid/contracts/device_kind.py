@@ -29,7 +29,9 @@ class DeviceKind:
     """One product, as one rank sees it.
 
     Args:
-        name: of `data/devices.csv`.
+        name: of `data/devices.csv`, or of the user's own.
+        like: the kind of `data/devices.csv` that it is or resembles: what is known of that one beside its figures (how
+            products and collectives run on it) holds for this one, whatever its name.
         flops: dtype (`bf16`, `fp16`, `fp8`, `fp32`) -> dense peak per second; a dtype that it lacks is absent.
         memory_bytes: as a program sees it, before it has a context; see `_BYTES_PER_MEMORY_GIGABYTE`.
         memory_bytes_per_second: of its own memory.
@@ -52,6 +54,7 @@ class DeviceKind:
     """
 
     name: str
+    like: str
     flops: Mapping[str, float]
     memory_bytes: float
     memory_bytes_per_second: float
@@ -83,6 +86,11 @@ class DeviceKind:
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.scale_up_bytes_per_second))
+
+    @property
+    def is_processor(self) -> bool:
+        """Ranks compute on the processors of the host."""
+        return self.like == "cpu"
 
     def peak(self, dtype: str) -> float:
         """Dense peak in flops per second; a PlanError that names the dtypes it has for any other."""
@@ -141,7 +149,8 @@ def kind_like(name: str, figures: Mapping[str, object]) -> DeviceKind:
     """
     if "like" not in figures:
         raise PlanError("say which known device it is like, for example `like: H100`")
-    row = dict(_raw()[device_kind(str(figures["like"])).name])
+    resembled = device_kind(str(figures["like"]))
+    row = dict(_raw()[resembled.name])
     changed = {column: value for column, value in figures.items() if column != "like"}
     problems = []
     for column, value in changed.items():
@@ -156,7 +165,8 @@ def kind_like(name: str, figures: Mapping[str, object]) -> DeviceKind:
         row["measured_bf16_teraflops_per_second"] = ""  # a measurement on another device
     if "memory_gigabytes" in changed and "usable_gibibytes" not in changed:
         row["usable_gibibytes"] = ""
-    return _kind_of({**row, **{column: str(value) for column, value in changed.items()}, "name": name})
+    own = {**row, **{column: str(value) for column, value in changed.items()}, "name": name}
+    return _kind_of(own, like=resembled.name)
 
 
 @cache
@@ -186,7 +196,7 @@ def _raw() -> dict[str, dict[str, str]]:
 
 @cache
 def _kinds() -> dict[str, DeviceKind]:
-    return {name: _kind_of(row) for name, row in _raw().items()}
+    return {name: _kind_of(row, like=name) for name, row in _raw().items()}
 
 
 def _rows(file: str) -> Iterator[dict[str, str]]:
@@ -200,7 +210,7 @@ def _rows(file: str) -> Iterator[dict[str, str]]:
 _BYTES_PER_MEMORY_GIGABYTE = 0.985 * 2**30
 
 
-def _kind_of(row: Mapping[str, str]) -> DeviceKind:
+def _kind_of(row: Mapping[str, str], *, like: str) -> DeviceKind:
     flops = {
         dtype: float(round(float(row[f"{dtype}_teraflops_per_second"]) * 1e12))
         for dtype in ("bf16", "fp16", "fp8", "fp32")
@@ -210,6 +220,7 @@ def _kind_of(row: Mapping[str, str]) -> DeviceKind:
     devices_per_nic = int(row["devices_per_nic"])
     return DeviceKind(
         name=row["name"],
+        like=like,
         flops=flops,
         memory_bytes=float(row["usable_gibibytes"]) * 2**30
         if row["usable_gibibytes"]

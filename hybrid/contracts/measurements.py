@@ -6,27 +6,53 @@ all ranks, from the 10th to the 90th percentile, over their median.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from datetime import date as Date
+from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
 
 __all__ = [
     "AttentionPoint",
     "CollectiveCurve",
     "CollectivePoint",
+    "Day",
     "Launch",
     "Machine",
     "MatmulPoint",
     "Measurements",
     "PointwisePoint",
+    "Seconds",
+    "Spread",
     "StepCosts",
 ]
 
-Count = Annotated[int, Field(ge=1)]
-Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+def _day(value: object) -> object:
+    """YAML reads a date without quotes as one."""
+    return value.isoformat() if type(value) is Date else value
+
+
+def _checked_day(value: str) -> str:
+    try:
+        Date.fromisoformat(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is no day; write it as 2026-11-30") from None
+    return value
+
+
+# Beyond these bounds a figure is a slip of the hand, and what is computed from it no longer a number.
+Count = Annotated[int, Field(strict=True, ge=1, le=2**50)]
+Seconds = Annotated[float, Field(strict=True, ge=1e-12, le=1e6, allow_inf_nan=False)]
+MaybeSeconds = Annotated[float, Field(strict=True, ge=0, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=1.0, le=1e18, allow_inf_nan=False)]
+Bytes = Annotated[float, Field(strict=True, ge=1.0, le=1e18, allow_inf_nan=False)]
+Factor = Annotated[float, Field(strict=True, ge=1e-6, le=1e6, allow_inf_nan=False)]
+Spread = Annotated[float, Field(strict=True, ge=0, le=1e4, allow_inf_nan=False)]
+Load = Annotated[float, Field(strict=True, ge=0, le=1e6, allow_inf_nan=False)]
+Day = Annotated[StrictStr, BeforeValidator(_day), AfterValidator(_checked_day)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
@@ -41,9 +67,9 @@ class MatmulPoint(_Value):
     k: Count
     n: Count
     dtype: Dtype
-    is_weight: bool = False
-    seconds: Above0
-    spread: AtLeast0 = 0.0
+    is_weight: StrictBool = False
+    seconds: Seconds
+    spread: Spread = 0.0
 
 
 class AttentionPoint(_Value):
@@ -54,50 +80,89 @@ class AttentionPoint(_Value):
     seq: Count
     head_dim: Count
     dtype: Dtype
-    is_backward: bool
-    seconds: Above0
-    spread: AtLeast0 = 0.0
+    is_backward: StrictBool
+    seconds: Seconds
+    spread: Spread = 0.0
 
 
 class PointwisePoint(_Value):
     """Additions, norms and activation functions that read and write so many bytes each."""
 
     num_bytes: Count
-    bytes_per_second: Above0
-    spread: AtLeast0 = 0.0
+    bytes_per_second: Rate
+    spread: Spread = 0.0
 
 
 class Launch(_Value):
     """Of an operation that has nothing to compute, with autograd and the call of its module."""
 
-    forward_seconds: Above0
-    backward_factor: Above0
-    spread: AtLeast0 = 0.0
+    forward_seconds: Seconds
+    backward_factor: Factor
+    spread: Spread = 0.0
 
 
 class StepCosts(_Value):
     """What `train_batch` takes beside the model: per step, and per micro-batch and direction."""
 
-    step_seconds: AtLeast0
-    micro_batch_seconds: AtLeast0
-    spread: AtLeast0 = 0.0
+    step_seconds: MaybeSeconds
+    micro_batch_seconds: MaybeSeconds
+    spread: Spread = 0.0
 
 
 class CollectivePoint(_Value):
     """`num_bytes` of the whole value."""
 
     num_bytes: Count
-    seconds: Above0
-    spread: AtLeast0 = 0.0
+    seconds: Seconds
+    spread: Spread = 0.0
+
+
+def _different(points: tuple[Any, ...], keys: Iterable[Hashable]) -> tuple[Any, ...]:
+    """A ValueError where two measurements of the same contradict each other."""
+    seen: dict[Hashable, int] = {}
+    for number, key in enumerate(keys):
+        if key in seen:
+            raise ValueError(f"entries {seen[key]} and {number} are of the same ({key}): take one of them out")
+        seen[key] = number
+    return points
+
+
+def _by_bytes(points: tuple[Any, ...]) -> tuple[Any, ...]:
+    return _different(points, (f"num_bytes {one.num_bytes}" for one in points))
+
+
+def _by_product(points: tuple[MatmulPoint, ...]) -> tuple[MatmulPoint, ...]:
+    names = (f"{one.m} · {one.k} · {one.n} {one.dtype}{' is_weight' * one.is_weight}" for one in points)
+    return _different(points, names)
+
+
+def _by_attention(points: tuple[AttentionPoint, ...]) -> tuple[AttentionPoint, ...]:
+    return _different(
+        points,
+        (
+            f"{one.batch} · {one.heads} · {one.seq} · {one.head_dim} {one.dtype}{' is_backward' * one.is_backward}"
+            for one in points
+        ),
+    )
+
+
+def _by_group(curves: tuple[CollectiveCurve, ...]) -> tuple[CollectiveCurve, ...]:
+    return _different(curves, (f"{one.kind} over {one.size}, {one.stride} apart" for one in curves))
+
+
+def _ascending(values: tuple[float, float, float]) -> tuple[float, float, float]:
+    if any(low > high for low, high in pairwise(values)):
+        raise ValueError(f"{list(values)} is not least, median and most: give them in ascending order")
+    return values
 
 
 class CollectiveCurve(_Value):
     """Of all groups of `size` ranks, `stride` apart, at once; `send` goes from one rank of a pair to the other."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
-    size: Annotated[int, Field(ge=2)]
+    size: Annotated[int, Field(strict=True, ge=2, le=2**24)]
     stride: Count
-    points: Annotated[tuple[CollectivePoint, ...], Field(min_length=1)]
+    points: Annotated[tuple[CollectivePoint, ...], Field(min_length=1), AfterValidator(_by_bytes)]
 
 
 class Machine(_Value):
@@ -136,19 +201,19 @@ class Measurements(_Value):
         context_bytes: least, median and most that a process had before it trained.
     """
 
-    date: str
+    date: Day
     torch: str
-    seconds: AtLeast0
-    load: AtLeast0 = 0.0
+    seconds: MaybeSeconds
+    load: Load = 0.0
     machine: Machine
-    matmul: tuple[MatmulPoint, ...] = ()
-    attention: tuple[AttentionPoint, ...] = ()
-    pointwise: tuple[PointwisePoint, ...] = ()
-    optimizer_bytes_per_second: Above0 | None = None
+    matmul: Annotated[tuple[MatmulPoint, ...], AfterValidator(_by_product)] = ()
+    attention: Annotated[tuple[AttentionPoint, ...], AfterValidator(_by_attention)] = ()
+    pointwise: Annotated[tuple[PointwisePoint, ...], AfterValidator(_by_bytes)] = ()
+    optimizer_bytes_per_second: Rate | None = None
     launch: Launch | None = None
     step: StepCosts | None = None
-    context_bytes: tuple[Above0, Above0, Above0] | None = None
-    collectives: tuple[CollectiveCurve, ...] = ()
+    context_bytes: Annotated[tuple[Bytes, Bytes, Bytes], AfterValidator(_ascending)] | None = None
+    collectives: Annotated[tuple[CollectiveCurve, ...], AfterValidator(_by_group)] = ()
 
     @property
     def source(self) -> str:

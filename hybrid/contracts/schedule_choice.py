@@ -15,7 +15,7 @@ from hybrid.contracts.schedule_check import check_schedule
 from hybrid.contracts.schedule_text import from_csv, from_text
 from hybrid.errors import StrategyError
 
-__all__ = ["choose_schedule", "is_written_out", "read_schedule", "schedule_name", "schedule_placement"]
+__all__ = ["choose_schedule", "file_name", "is_written_out", "read_schedule", "schedule_name", "schedule_placement"]
 
 
 def is_written_out(setting: str) -> bool:
@@ -35,8 +35,17 @@ def schedule_placement(setting: str) -> ChunkPlacement:
     return ChunkPlacement.V if setting == "zbv" else ChunkPlacement.ROUND
 
 
-def read_schedule(path: Path) -> Schedule:
-    """A schedule from a file: `.csv`, or else text. Its name is the file's, where the text has none.
+def file_name(path: Path) -> str:
+    """What a schedule of this file is called where nothing in it says: one word."""
+    return re.sub(r"[^\w.+-]", "_", path.stem) or "custom"
+
+
+def read_schedule(path: Path, *, name: str | None = None) -> Schedule:
+    """A schedule from a file: `.csv`, or else text.
+
+    Args:
+        path: of the file.
+        name: where the file has none; None: as the file is called.
 
     Raises:
         StrategyError: the file cannot be read, or is no schedule; with line and column.
@@ -45,9 +54,8 @@ def read_schedule(path: Path) -> Schedule:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise StrategyError(f"cannot read {path}: {error}") from error
-    name = re.sub(r"[^\w.+-]", "_", path.stem) or "custom"
     read = from_csv if path.suffix.lower() == ".csv" else from_text
-    return read(text, name=name, source=str(path))
+    return read(text, name=file_name(path) if name is None else name, source=str(path))
 
 
 def choose_schedule(setting: str, *, num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:

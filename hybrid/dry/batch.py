@@ -39,7 +39,7 @@ def make_batch(sample: Any, *, micro_batch_size: int | None, accumulate_steps: i
         seq: tokens per sample instead of the sample's, for token ids.
 
     Raises:
-        BatchError: no tensor with samples on dim 0 in the sample.
+        BatchError: no tensor with samples on dim 0 in the sample; `seq` for a sample that is not of token ids.
     """
     first = next((tensor for tensor in _tensors(sample) if tensor.dim() > 0), None)
     if first is None:
@@ -48,6 +48,11 @@ def make_batch(sample: Any, *, micro_batch_size: int | None, accumulate_steps: i
             "give sample=, an example batch as the model is called with it"
         )
     samples, length = first.shape[0], first.shape[1] if first.dim() > 1 else None
+    if seq is not None and seq != length and (first.dim() != 2 or first.is_floating_point()):
+        raise BatchError(
+            f"seq = {seq}, but the sample has the shape {tuple(first.shape)}; only token ids, (samples, tokens), can "
+            "be resized: give a sample of the length itself and leave seq out"
+        )
     size = micro_batch_size or samples
 
     def zeros(num_samples: int) -> Any:

@@ -43,7 +43,7 @@ def dryrun(
     model: Any,
     *,
     world_size: int,
-    ranks: Iterable[int] = (0,),
+    ranks: Iterable[int] | None = None,
     all_distinct: bool = False,
     sample: Any = None,
     seq: int | None = None,
@@ -60,7 +60,7 @@ def dryrun(
         model: a function that makes the model, or (model, sample); `package.module:factory`; the name of a preset
             (`llama3-70b`); or a `config.json` of Transformers.
         world_size: processes of the job.
-        ranks: which of them.
+        ranks: which of them; None: the first.
         all_distinct: one of each kind of ranks that hold and send the same, instead of `ranks`.
         sample: an example batch as the model is called with it, where the function returns none; only shapes and types
             matter.
@@ -75,11 +75,13 @@ def dryrun(
         HybridError: this process is in a job already.
     """
     resolved, notes = _without_values(strategy.resolve(world_size))
-    asked = list(dict.fromkeys(ranks))
+    if all_distinct and ranks is not None:
+        raise StrategyError("all_distinct chooses the ranks, and ranks names others: leave one of them out")
+    asked = [0] if ranks is None else list(dict.fromkeys(ranks))
     wrong = [
         rank for rank in asked if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size
     ]
-    if wrong and not all_distinct:
+    if wrong:
         raise StrategyError(
             f"rank {', '.join(map(str, wrong))}: the ranks of {world_size} processes are 0 to {world_size - 1}"
         )

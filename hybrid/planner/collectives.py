@@ -58,7 +58,7 @@ def fabric_of(name: str) -> Fabric:
 
 def measured_fabric(cluster: Cluster, software: Software) -> Fabric:
     """Of a cluster's devices, with what `hybrid calibrate` measured of the groups of its ranks."""
-    plain = fabric_of(cluster.device.name)
+    plain = fabric_of(cluster.device.like)
     if cluster.measured is None:
         return plain
     curves = [

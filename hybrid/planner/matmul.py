@@ -73,7 +73,7 @@ def _of_point(device: DeviceKind, point: MatmulPoint) -> float:
 def _by_formula(
     device: DeviceKind, *, m: float, k: float, n: float, dtype: str, groups: int, is_weight: bool, is_batch: bool
 ) -> float:
-    profile = profile_of(device.name)
+    profile = profile_of(device.like)
     best = device.matmul_fraction or profile.best
     short = profile.short * _tile_fraction(profile, m, k, n, groups) * k / (k + profile.inner_half)
     power = profile.sharpness
@@ -163,7 +163,7 @@ def _attention_by_formula(
     dtype: str,
     is_backward: bool,
 ) -> float:
-    profile = profile_of(device.name)
+    profile = profile_of(device.like)
     tiles = batch * heads * max(1.0, queries / _QUERY_TILE) / profile.num_processors
     rate, half = profile.attention[is_backward], profile.attention[2 + is_backward]
     width = next((rate for widest, rate in profile.attention_widths if head_dim <= widest), None)

@@ -46,7 +46,7 @@ class StageMemory:
         stage: the pipeline rank.
         state, activations, candidate, profile: what the moments are made of.
         num_communicators: groups that a rank communicates in.
-        device_name: kind of the device.
+        is_processor: see `DeviceKind`.
         host_bytes: what an offloaded optimizer keeps in the host's memory, per rank.
         context: of the job, see there.
     """
@@ -57,7 +57,7 @@ class StageMemory:
     candidate: Candidate
     profile: FrameworkProfile
     num_communicators: int
-    device_name: str
+    is_processor: bool
     host_bytes: int = 0
     context: tuple[float, float, float] | None = None
 
@@ -83,12 +83,12 @@ class StageMemory:
     @cached_property
     def reserved(self) -> Interval:
         """What the allocator keeps at the fullest moment."""
-        return reserved_bytes(self.tensors_bytes, self.device_name)
+        return reserved_bytes(self.tensors_bytes, is_processor=self.is_processor)
 
     @cached_property
     def device(self) -> Interval:
         """What the device must have, context and communicators included."""
-        return device_bytes(self.reserved, self.num_communicators, self.device_name, context=self.context)
+        return device_bytes(self.reserved, self.num_communicators, is_processor=self.is_processor, context=self.context)
 
     @property
     def model_state_bytes(self) -> int:
@@ -133,7 +133,7 @@ class MemoryPlan:
             candidate=self.candidate,
             profile=self.profile,
             num_communicators=num_communicators(self.candidate),
-            device_name=self.job.cluster.device.name,
+            is_processor=self.job.cluster.device.is_processor,
             host_bytes=_host_bytes(state, self.job) if self.candidate.is_offloaded else 0,
             context=self.job.context_bytes,
         )

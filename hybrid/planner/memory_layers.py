@@ -104,27 +104,31 @@ def _interval(layer: str, kind: str) -> Interval:
     return Interval(low=float(entry["low"]), expected=float(entry["expected"]), high=float(entry["high"]))
 
 
-def reserved_bytes(tensors_bytes: int, device_name: str) -> Interval:
+def reserved_bytes(tensors_bytes: int, *, is_processor: bool) -> Interval:
     """What the allocator keeps for so many bytes of tensors."""
-    return _interval("allocator", _kind(device_name)).times(tensors_bytes)
+    return _interval("allocator", _kind(is_processor)).times(tensors_bytes)
 
 
 def device_bytes(
-    reserved: Interval, communicators: int, device_name: str, *, context: tuple[float, float, float] | None = None
+    reserved: Interval,
+    communicators: int,
+    *,
+    is_processor: bool,
+    context: tuple[float, float, float] | None = None,
 ) -> Interval:
     """What the device must have for it, in a process that communicates in so many groups.
 
     context: low, expected and high of the process before it trains, where that was measured.
     """
-    kind = _kind(device_name)
+    kind = _kind(is_processor)
     groups = _interval("communicator", kind).times(communicators)
     if context is not None:
         return reserved + Interval(low=context[0], expected=context[1], high=context[2]) + groups
     return reserved + _interval("context", kind) + groups
 
 
-def _kind(device_name: str) -> str:
-    return "cpu" if "cpu" in device_name.lower() else "cuda"
+def _kind(is_processor: bool) -> str:
+    return "cpu" if is_processor else "cuda"
 
 
 def num_communicators(candidate: Candidate) -> int:

@@ -139,7 +139,7 @@ def with_trials(request: Request, trials: Sequence[Trial]) -> Request:
 
 def _software(cluster: Cluster) -> str | Software:
     """This library's, on gloo where the devices are processors, with what was measured on the cluster."""
-    name = "hybrid-gloo" if cluster.device.name.startswith("cpu") else "hybrid"
+    name = "hybrid-gloo" if cluster.device.is_processor else "hybrid"
     if cluster.measured is None:
         return name
     return measured_software(software_of(name), cluster.measured, cluster.device)

@@ -6,20 +6,79 @@ lab.measured.yaml    one entry per model, setting and layout; a later run of the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
+from hybrid.contracts.entry_problems import entry_problems
+from hybrid.contracts.kept_file import locked, replace_text
+from hybrid.contracts.measurements import Day, Seconds, Spread
+from hybrid.contracts.schedule import SCHEDULE_NAMES
 from hybrid.errors import PlanError
 from hybrid.planner.job import Candidate, Job
+from hybrid.planner.model_spec import Recompute
 
-__all__ = ["Trial", "read_trials", "save_trials", "trials_file"]
+__all__ = ["Trial", "TrialLayout", "read_trials", "save_trials", "trials_file"]
 
-Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Degree = Annotated[int, Field(strict=True, ge=1, le=2**24)]
+Count = Annotated[int, Field(strict=True, ge=1, le=2**50)]
+Bytes = Annotated[int, Field(strict=True, ge=0, le=10**18)]
+SomeBytes = Annotated[float, Field(strict=True, gt=0, le=1e18, allow_inf_nan=False)]
+
+
+class TrialLayout(BaseModel):
+    """A `Candidate`, read from a file; what has its default is left out of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tp: Degree = 1
+    pp: Degree = 1
+    dp_replicate: Degree = 1
+    dp_shard: Degree = 1
+    cp: Degree = 1
+    ep: Degree = 1
+    sequence_parallel: StrictBool = False
+    zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)] = 0
+    schedule: StrictStr = "1f1b"
+    virtual_stages: Degree = 1
+    micro_batch_size: Degree = 1
+    num_micro_batches: Degree = 1
+    recompute: Recompute = "none"
+    split: tuple[Degree, ...] = ()
+    grad_reduce: Literal["every_micro_batch", "last_micro_batch"] = "last_micro_batch"
+    reshard_after: Literal["unit", "run"] = "unit"
+    is_overlapped: StrictBool = True
+    is_offloaded: StrictBool = False
+
+    @field_validator("schedule")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in SCHEDULE_NAMES:
+            raise ValueError(f"{name!r} is no schedule; there are {', '.join(SCHEDULE_NAMES)}")
+        return name
+
+    @model_serializer
+    def _changed(self) -> dict[str, Any]:
+        fields = type(self).model_fields
+        values = {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
+        return {name: list(value) if name == "split" else value for name, value in values.items()}
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(**{name: getattr(self, name) for name in type(self).model_fields})
 
 
 class Trial(BaseModel):
@@ -36,43 +95,48 @@ class Trial(BaseModel):
         process_bytes: most that the fullest process had.
         tensor_bytes: live tensors at their most, by the plan: what `process_bytes` has beside its context.
         hosts: where.
-        date, torch: when, and of which version.
+        date, torch: when, and the version that ran.
         load: before it began, see `Measurements.load`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str
-    num_parameters: int
-    seq: int
-    global_batch_size: int
-    compute: str
-    optimizer: str
-    layout: dict[str, Any]
-    predicted_seconds: Above0
-    predicted_state_bytes: Annotated[int, Field(ge=0)]
-    predicted_process_bytes: Above0
-    step_seconds: Above0
-    spread: Annotated[float, Field(ge=0)]
-    num_steps: Annotated[int, Field(ge=1)]
-    state_bytes: Annotated[int, Field(ge=0)]
-    process_bytes: Annotated[int, Field(ge=0)]
-    tensor_bytes: Annotated[int, Field(ge=0)]
-    hosts: tuple[str, ...]
-    date: str
-    torch: str
-    load: float = 0.0
+    model: StrictStr
+    num_parameters: Count
+    seq: Count
+    global_batch_size: Count
+    compute: StrictStr
+    optimizer: StrictStr
+    layout: TrialLayout
+    predicted_seconds: Seconds
+    predicted_state_bytes: Bytes
+    predicted_process_bytes: SomeBytes
+    step_seconds: Seconds
+    spread: Spread
+    num_steps: Count
+    state_bytes: Bytes
+    process_bytes: Bytes
+    tensor_bytes: Bytes
+    hosts: Annotated[tuple[StrictStr, ...], Field(min_length=1)]
+    date: Day
+    torch: StrictStr
+    load: Annotated[float, Field(strict=True, ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+
+    @model_validator(mode="after")
+    def _has_its_batch(self) -> Trial:
+        one = self.layout.candidate
+        rows = one.micro_batch_size * one.num_micro_batches * one.dp
+        if rows != self.global_batch_size:
+            raise ValueError(
+                f"micro_batch_size {one.micro_batch_size} × num_micro_batches {one.num_micro_batches} × dp {one.dp} = "
+                f"{rows} of its layout is not its global_batch_size {self.global_batch_size}"
+            )
+        return self
 
     @property
     def candidate(self) -> Candidate:
-        """Raises PlanError: the entry names what a layout does not have."""
-        try:
-            values: dict[str, Any] = {
-                name: tuple(value) if name == "split" else value for name, value in self.layout.items()
-            }
-            return Candidate(**values)
-        except TypeError as error:
-            raise PlanError(f"layout of {self.model}, measured {self.date}: {error}") from None
+        """What ran."""
+        return self.layout.candidate
 
     def is_about(self, job: Job) -> bool:
         """Whether it corrects plans of this job."""
@@ -106,24 +170,22 @@ def read_trials(cluster_file: Path | None) -> tuple[Trial, ...]:
     """Of the machine that this file describes; none where nothing was measured.
 
     Raises:
-        PlanError: the file beside it cannot be read.
+        PlanError: the file beside it cannot be read, or has entries that no run wrote; all of them.
     """
     if cluster_file is None:
         return ()
     path = trials_file(cluster_file)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return _File.model_validate(content or {}).trials
+        return _File.model_validate({} if content is None else content).trials
     except FileNotFoundError:
         return ()
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    raise PlanError(
-        f"measured layouts {path}: {reason}; remove the file, or leave it out of account with --no-measurements"
-    )
+        problems = entry_problems(error, f"measured layouts {path}")
+    except (OSError, yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, no day, endless digits
+        problems = [f"measured layouts {path}: {str(error).splitlines()[0]}"]
+    problems[-1] += "; take such entries out or remove the file, or leave it out of account with --no-measurements"
+    raise PlanError(problems)
 
 
 def save_trials(cluster_file: Path, new: Sequence[Trial]) -> Path:
@@ -132,15 +194,14 @@ def save_trials(cluster_file: Path, new: Sequence[Trial]) -> Path:
     Raises:
         PlanError: it cannot be read or written.
     """
-    kept = [old for old in read_trials(cluster_file) if not any(one.replaces(old) for one in new)]
     path = trials_file(cluster_file)
-    content: Mapping[str, Any] = {"trials": [one.model_dump(mode="json") for one in (*kept, *new)]}
-    text = "# Layouts that `hybrid plan --measure` has run on the machine of the file beside it.\n"
-    text += yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
-    aside = path.with_name(f".{path.name}.new")
     try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        with locked(path):  # of two runs at once each would else write what it has read, without the other's
+            kept = [old for old in read_trials(cluster_file) if not any(one.replaces(old) for one in new)]
+            content: Mapping[str, Any] = {"trials": [one.model_dump(mode="json") for one in (*kept, *new)]}
+            text = "# Layouts that `hybrid plan --measure` has run on the machine of the file beside it.\n"
+            text += yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+            replace_text(path, text)
     except OSError as error:
         raise PlanError(f"measured layouts {path}: cannot be written ({error.strerror or error})") from None
     return path

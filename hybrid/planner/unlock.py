@@ -30,7 +30,7 @@ def nearest_change(request: Request) -> str:
 def _more_nodes(request: Request) -> Iterator[tuple[str, Request]]:
     """Twice as many, four times, ...; where the links of the cluster follow from its nodes."""
     job = request.job
-    if job.cluster.device.name.startswith("cpu"):
+    if job.cluster.device.is_processor:
         return
     for doubling in range(1, _MOST_DOUBLINGS + 1):
         cluster = job.cluster.with_nodes(2**doubling)

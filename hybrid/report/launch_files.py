@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid.contracts.cluster import Cluster
+from hybrid.contracts.device_kind import DeviceKind
 from hybrid.contracts.rank_map import PlannedNode, RankMap, make_rank_map
 from hybrid.errors import PlanError
 from hybrid.planner.plan import Plan
@@ -44,7 +45,7 @@ def launch_files(plan: Plan, folder: Path = Path()) -> dict[str, str]:
         "num_nodes": len(ranks.nodes),
         "num_ranks": ranks.num_ranks,
         "devices_per_node": len(ranks.nodes[0].devices),
-        "device_resource": _device_resource(plan.job.cluster.device.name),
+        "device_resource": _device_resource(plan.job.cluster.device),
         "visible_devices": _visible_devices(ranks),
         "communicator_variables": _communicator_variables(plan, ranks),
         "job_name": _job_name(plan.job.model.name),
@@ -111,15 +112,15 @@ def _device_numbers(node: PlannedNode) -> list[int]:
 def _communicator_variables(plan: Plan, ranks: RankMap) -> Mapping[str, tuple[str, str]]:
     """NCCL's variable -> value and reason."""
     shape = plan.job.cluster.shape
-    if _device_resource(plan.job.cluster.device.name) != "nvidia.com/gpu" or len(ranks.nodes) == 1 or shape is None:
+    if _device_resource(plan.job.cluster.device) != "nvidia.com/gpu" or len(ranks.nodes) == 1 or shape is None:
         return {}
     if shape.fabric.rails:
         return {"NCCL_CROSS_NIC": ("0", "cards of one rail talk to each other: no ring changes rails")}
     return {}
 
 
-def _device_resource(name: str) -> str:
+def _device_resource(device: DeviceKind) -> str:
     """Kubernetes' name of the devices; empty for processors."""
-    if "cpu" in name.lower():
+    if device.is_processor:
         return ""
-    return "amd.com/gpu" if name.startswith("MI") else "nvidia.com/gpu"
+    return "amd.com/gpu" if device.like.startswith("MI") else "nvidia.com/gpu"

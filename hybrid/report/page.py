@@ -12,6 +12,8 @@ from hybrid.errors import HybridError
 
 __all__ = ["Section", "TableData", "check_page_path", "page", "write_page"]
 
+_SUFFIXES = {".html", ".htm"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableData:
@@ -47,7 +49,12 @@ def page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 
 
 def check_page_path(path: Path | None, *, option: str) -> None:
-    """Before long work: HybridError with the option's name where the folder is not there, or a folder is."""
+    """Before long work: HybridError with the option's name where the folder is not there, a folder is, or the name is
+    not one that a browser opens as a page."""
+    if path is not None and path.suffix.lower() not in _SUFFIXES and not path.is_dir():
+        raise HybridError(
+            f"{option} {path}: what is written is a page of HTML; give it a name such as {path.stem}.html"
+        )
     if path is not None and path.is_dir():
         raise HybridError(f"{option} {path}: Is a directory")
     if path is not None and not path.parent.is_dir():

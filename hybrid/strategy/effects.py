@@ -127,9 +127,14 @@ def _check_every_k(reduce: Choice, steps: Choice) -> list[str]:
     if not isinstance(reduce.value, int) or steps.value is None or reduce.value <= steps.value:
         return []
     source = {"default": " (the default)", "derived": " (derived)", "user": ""}[steps.origin]
+    usable = (
+        f"use a number from 1 to {steps.value}, or 'last_micro_batch'"
+        if steps.value > 1
+        else f"with one micro-batch there is one reduction: leave it out, or give more {steps.where}"
+    )
     return [
         f"{reduce.said} is more than {steps.where} {steps.value}{source}, so it would never come to "
-        f"a reduction within a step; use a number from 1 to {steps.value}, or 'last_micro_batch'"
+        f"a reduction within a step; {usable}"
     ]
 
 

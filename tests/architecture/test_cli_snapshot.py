@@ -6,11 +6,15 @@ After such a decision `python -m tests.architecture.test_cli_snapshot` writes th
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import pytest
 import typer
+from typer.testing import CliRunner
 
 from hybrid.cli.app import app
 
@@ -47,6 +51,24 @@ def current_table() -> str:
 
 def test_options_are_the_frozen_ones() -> None:
     assert json.loads(current_table()) == json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m hybrid.cli.app` did nothing, and ended with 0."""
+    monkeypatch.setattr(sys, "argv", ["hybrid", "--version"])
+    monkeypatch.delitem(sys.modules, "hybrid.cli.app")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("hybrid.cli.app", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("hybrid ")
+
+
+@pytest.mark.parametrize("words", [(), ("cluster",), ("checkpoint",)])
+def test_helps_are_alike(words: tuple[str, ...]) -> None:
+    """Groups offered to install completion, which `hybrid` itself does not."""
+    told = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"}).output
+    assert "Commands:" in told
+    assert "completion" not in told
 
 
 if __name__ == "__main__":

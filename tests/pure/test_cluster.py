@@ -151,10 +151,17 @@ def test_settings_that_make_no_sense(options: dict[str, object], message: str) -
 
 
 def test_one_domain_has_no_network() -> None:
-    """Oversubscription of nothing is refused; a network that is not used is noted."""
+    """What is said of a network that is not there would change nothing: refused, all of it at once."""
     with pytest.raises(PlanError, match="has no effect: 8xH100 is one domain"):
         parse_cluster("8xH100", oversubscription=2)
-    assert "its network cards are not used" in parse_cluster("8xH100", network="8x400G").notes[0]
+    with pytest.raises(PlanError) as refused:
+        parse_cluster("8xH100", network="8x400G", rails=False, nodes_per_leaf=4)
+    assert refused.value.problems == tuple(
+        f"{told} has no effect: 8xH100 is one domain and has no network"
+        for told in ("network 8x400G", "rails false", "nodes_per_leaf 4")
+    )
+    with pytest.raises(PlanError, match="network 8x400G has no effect"):
+        parse_cluster("18x4xGB200", network="8x400G")
 
 
 def test_mixed_devices_are_described_and_refused() -> None:

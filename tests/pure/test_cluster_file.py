@@ -117,7 +117,7 @@ def test_nodes_and_a_device_of_ones_own() -> None:
     [
         ({}, "give one of cluster, nodes or graph; it has none"),
         ({"cluster": "8xH100", "nodes": [{"devices": 8, "kind": "H100"}]}, "it has cluster and nodes"),
-        ({"clusterr": "8xH100"}, "clusterr: Extra inputs are not permitted"),
+        ({"clusterr": "8xH100"}, "clusterr: there is no such entry"),
         ({"nodes": [{"devices": -1, "kind": "H100"}]}, r"nodes.0.devices: .*greater than or equal to 1 \(it is -1\)"),
         ({"cluster": "8xH10O"}, "device 'H10O' is not known; the nearest known"),
         ({"cluster": "8xX", "kinds": {"X": {"memory_gigabytes": 1}}}, "kinds.X: say which known device it is like"),
@@ -126,6 +126,14 @@ def test_nodes_and_a_device_of_ones_own() -> None:
             "no figure 'memory'; there are memory_giga",
         ),
         ({"cluster": "8xX", "kinds": {"X": {"like": "H100", "memory_gigabytes": -1}}}, "-1 is not a positive number"),
+        (
+            {"cluster": "2x8xH100", "kinds": {"X": {"like": "H100", "memory_gigabytes": 70}}},
+            "kinds.X has no effect: no device of the cluster is one",
+        ),
+        (
+            {"cluster": "2x8xH100", "links": [{"between": ["spine", "leaf0/rail0"], "remove": True, "speed": "1G"}]},
+            "what is removed has no speed",
+        ),
         (
             {"cluster": "2x8xH100", "links": [{"between": ["node0/nic9", "leaf0/rail0"], "speed": "1G"}]},
             "no node0/nic9 in this cluster; there are node0/gpu0",
@@ -194,6 +202,21 @@ def test_said_twice(tmp_path: Path) -> None:
     assert parse_cluster(str(file), network="8x400G", oversubscription=1.0).num_devices == 32
     with pytest.raises(PlanError, match="network is 8x400G in the file and 4x400G beside it"):
         parse_cluster(str(file), network="4x400G")
+    with pytest.raises(PlanError, match=r"oversubscription is 2 in the file and 1\.0 beside it"):
+        parse_cluster({"cluster": "4x8xH100", "oversubscription": 2}, oversubscription=1.0)
+    nodes = {"nodes": [{"count": 2, "devices": 8, "kind": "H100", "network": "8x400G"}]}
+    with pytest.raises(PlanError, match=r"network is 8x400G in nodes\.0 of the file and 4x100G beside it"):
+        parse_cluster(nodes, network="4x100G")
+    with pytest.raises(PlanError, match="network 4x100G has no effect: each of nodes has its own"):
+        parse_cluster({**nodes, "network": "4x100G"})
+    assert parse_cluster(nodes, network="8x400G").notes == parse_cluster(nodes).notes == ()
+    one: dict[str, Any] = {"nodes": [{"devices": 8, "kind": "H100"}]}
+    with pytest.raises(PlanError, match="network 4x100G has no effect: cluster is one domain"):
+        parse_cluster(one, network="4x100G")
+    with pytest.raises(PlanError, match="network 8x400G has no effect: cluster is one domain"):
+        parse_cluster({"nodes": [{**one["nodes"][0], "network": "8x400G"}]})
+    with pytest.raises(PlanError, match="rails true has no effect: cluster is one domain"):
+        parse_cluster(one, rails=True)
     with pytest.raises(PlanError, match="rails has no effect beside graph"):
         parse_cluster(two_boxes(), rails=True)
 

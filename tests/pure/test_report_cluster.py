@@ -85,3 +85,21 @@ def test_the_command_writes_the_page_and_still_prints(tmp_path: Path) -> None:
     assert Reader(file.read_text(encoding="utf-8")).ids == ["graph", "rates", "domains", "links", "device", "tip"]
     result = CliRunner().invoke(app, ["cluster", "show", "2x2xH100", "--html", str(tmp_path / "none" / "a.html")])
     assert "--html" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("cluster", "show", "2x2xH100", "--html"),
+        ("schedule", "--stages", "2", "--micro-batches", "2", "--html"),
+        ("plan", "--model", "llama2-7b", "--cluster", "1x8xA100-80GB", "--global-batch", "16", "--report"),
+    ],
+)
+def test_a_page_has_the_name_of_one(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """HTML under the name of a text file opens as its source."""
+    file = tmp_path / "page.txt"
+    result = CliRunner().invoke(app, [*arguments, str(file)])
+    assert f"{arguments[-1]} {file}: what is written is a page of HTML; give it a name such as page.html" in str(
+        result.exception
+    )
+    assert not file.exists()

@@ -125,6 +125,11 @@ def test_all_problems_of_a_file_are_listed(tmp_path: Path) -> None:
         (["--stages", "2", "--micro-batches", "2", "--transfer", "-1"], ["transfer_seconds = -1.0"]),
         (["--file", "none.csv"], ["none.csv", "No such file"]),
         (["--stages", "2", "--micro-batches", "2", "--json", "--csv"], ["--json and --csv"]),
+        (["--stages", "2", "--micro-batches", "2", "--csv", "--forward", "1"], ["on which --forward has no effect"]),
+        (
+            ["--stages", "2", "--micro-batches", "2", "--text", "--backward", "1", "--transfer", "0"],
+            ["--backward and --transfer have no effect"],
+        ),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], words: list[str]) -> None:
@@ -140,6 +145,25 @@ def test_options_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "2 problems" in result.stderr
     assert "--stages is 4 but" in result.stderr
+    assert "mine.csv names none, but its actions are not those of gpipe for 2 stages" in result.stderr
+    named = tmp_path / "mine.txt"
+    named.write_text(run("--stages", "2", "--micro-batches", "2", "--text").stdout, encoding="utf-8")
+    assert f"--schedule is gpipe but {named} says 1f1b" in run("--file", str(named), "--schedule", "gpipe").stderr
+
+
+def test_a_file_without_a_name_is_known_by_its_actions(tmp_path: Path) -> None:
+    """CSV has no place for the name, and the closed form went lost with it; an edited order is none of ours."""
+    file = tmp_path / "mine.csv"
+    sizes = ("--stages", "2", "--micro-batches", "4", "--schedule", "zbv")
+    file.write_text(run(*sizes, "--csv").stdout, encoding="utf-8")
+    assert run("--file", str(file)).stdout == run("--file", str(file), "--schedule", "zbv").stdout == run(*sizes).stdout
+    # One micro-batch goes the same way under both names: the one that is asked for is the one.
+    file.write_text(run("--stages", "2", "--micro-batches", "1", "--csv").stdout, encoding="utf-8")
+    for name in ("gpipe", "1f1b"):
+        assert run("--file", str(file), "--schedule", name).stdout.startswith(f"{name}: 2 stages")
+    text = "F0.0 F0.1 B0.1 B0.0\n"
+    file.with_suffix(".txt").write_text(text, encoding="utf-8")
+    assert run("--file", str(file.with_suffix(".txt"))).stdout.startswith("mine: 1 stages")
 
 
 def test_help_teaches() -> None:

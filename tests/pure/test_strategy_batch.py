@@ -93,7 +93,10 @@ LOSS_SCALING = {"init_loss_scaling": 1024.0, "growth_interval": 100, "growth_fac
             {"hybrid_configs": {"sharding_configs": {"split_param": True}}},
             ["split_param = True (as partition: 'element')", "while sharding is off"],
         ),
-        (stage(2, grad_reduce=2), ["grad_reduce = 2", "accumulate_steps 1 (the default)"]),
+        (
+            stage(2, grad_reduce=2),
+            ["grad_reduce = 2", "accumulate_steps 1 (the default)", "leave it out, or give more accumulate_steps"],
+        ),
         (
             {**stage(2, grad_reduce=4), "global_batch_size": 8, "micro_batch_size": 2},
             ["grad_reduce = 4", "accumulate_steps 2 (derived)"],

@@ -227,6 +227,10 @@ def test_the_command_prints_the_schema_and_asks_for_a_file() -> None:
     assert nothing.exit_code == 2
     assert "STRATEGY_FILE" in nothing.output
     assert "hybrid explain strategy.yaml --world-size 16" in run("--help").output
+    for beside in (("none.yaml",), ("-n", "3"), ("--model", "nope:x"), ("--json",)):
+        refused = run("--schema", *beside)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert "has no effect beside it" in refused.output
 
 
 def test_a_file_with_wrong_keys_is_told_its_wrong_degrees_as_well(tmp_path: Path) -> None:

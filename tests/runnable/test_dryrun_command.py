@@ -44,6 +44,8 @@ REFUSALS = {
     "a rank beyond the world": (("-n", "64", "--rank", "64"), "rank 64: the ranks of 64 processes are 0 to 63"),
     "no number": (("-n", "64", "--rank", "0,last"), "'last' is no rank; give numbers with commas between"),
     "a shard_size that does not divide": (("-n", "40",), "shard_size"),
+    "ranks, and the choice left": (("-n", "64", "--rank", "3", "--all-distinct"), "ranks names others: leave one"),
+    "tokens of a sample of numbers": (("-n", "64", "--seq", "8"), "seq = 8, but the sample has the shape (2, 64)"),
     "a model that nobody knows": (("-n", "64", "--model", "lama3-8b"), "did you mean"),
 }  # fmt: skip
 
@@ -58,3 +60,11 @@ def test_mistakes_are_told_in_a_sentence_and_end_with_2(folder: Path, case: str)
     assert words in done.stderr
     told = hybrid_here("dryrun", "strategy.yaml", *model, *options, "--json", cwd=folder)
     assert words in " ".join(json.loads(told.stdout)["problems"])
+
+
+def test_what_json_lists_anyway_is_not_asked_for(folder: Path) -> None:
+    """--parameters and --actions lengthen tables; JSON has none."""
+    words = ("dryrun", "strategy.yaml", "--model", "dry_command_model:build", "-n", "64", "--json", "--actions")
+    done = hybrid_here(*words, cwd=folder)
+    assert done.returncode == 2
+    assert "--actions beside --json has no effect" in json.loads(done.stdout)["problems"][0]

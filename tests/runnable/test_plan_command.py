@@ -64,9 +64,10 @@ def test_why_explains_a_layout(tmp_path: Path) -> None:
     assert "tp = 3 does not divide 32 (attention heads)" in done.stdout
     done = hybrid_here(*SMALL, "--why", "tp=1", cwd=tmp_path)
     assert "more: name more of the layout" in done.stdout
-    done = hybrid_here(*SMALL, "--why", "tp=1", "--out", "strategy.yaml", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "leave one of them out" in done.stderr
+    for option, value in (("--out", "strategy.yaml"), ("--best", "3")):
+        done = hybrid_here(*SMALL, "--why", "tp=1", option, value, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "leave one of them out" in done.stderr
 
 
 def test_bad_input_is_one_list_without_a_traceback(tmp_path: Path) -> None:

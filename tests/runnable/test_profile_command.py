@@ -72,3 +72,5 @@ def test_a_script_that_trains_too_little_is_told_so(tmp_path: Path, monkeypatch:
     assert not stale.exists()
     done = CliRunner().invoke(app, ["profile", "--html", str(tmp_path / "none" / "p.html"), str(script)])
     assert "there is no folder" in str(done.exception)  # before anything runs
+    done = CliRunner().invoke(app, ["profile", "--html", str(tmp_path / "p.txt"), str(script)])
+    assert "give it a name such as p.html" in str(done.exception)

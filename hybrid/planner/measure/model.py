@@ -101,7 +101,7 @@ def _call(name: str, sample: Any, seq: int | None) -> tuple[tuple[Any, ...], dic
             f"{name}: a module is measured with a sample: an example batch, as a tensor, a tuple of arguments or a "
             "dict of keyword arguments ({'input_ids': ids, 'labels': ids})"
         )
-    if seq is not None and first.dim() > 1 and first.shape[1] != seq:
+    if seq is not None and (first.dim() == 1 or first.shape[1] != seq):
         if first.is_floating_point() or first.dim() != 2:
             raise PlanError(
                 f"{name}: seq = {seq}, but the sample has the shape {tuple(first.shape)}; only token ids, (samples, "
