@@ -49,17 +49,16 @@ def sink_for(tensor: torch.Tensor, weight: torch.Tensor) -> Sink | None:
     None also where the graph must be torch's own: in a compiled forward, transforms of torch.func, forward mode; and
     for tensors of other classes.
     """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
     sink = _sinks.get(id(weight))
-    if sink is None or not (torch.is_grad_enabled() and weight.requires_grad) or torch.compiler.is_compiling():
+    if sink is None or not weight.requires_grad or torch.jit.is_tracing():
         return None
-    if (
-        type(tensor) not in _PLAIN
-        or type(weight) is not torch.nn.Parameter
-        or shims.in_function_transform()
-        or shims.in_forward_mode()
-    ):
+    if type(weight) is not torch.nn.Parameter:
+        weight.detach()  # values that are elsewhere come now, while it can be seen that backward will need them, too
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    return sink
+    return None if shims.in_function_transform() or shims.in_forward_mode() else sink
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -97,10 +96,11 @@ def product(
     The gradient of the weight goes into `sink`, if that is open, or to `leaves`: then autograd sees no weight.
     """
     rows = tensor.reshape(-1, tensor.shape[-1])
-    keeper: list[Any] = []
+    keeper: list[Any] = [None]
     seen = weight if leaves is None else weight.detach()
-    rows = _Kept.apply(rows, seen, keeper)
-    output = cast(torch.Tensor, _Product.apply(rows, seen, bias, keeper[0], sink, leaves, is_transposed))
+    if rows.requires_grad:
+        rows = _Kept.apply(rows, seen, keeper)
+    output = cast(torch.Tensor, _Product.apply(rows, seen, bias, keeper[-1], sink, leaves, is_transposed))
     return output.view(*tensor.shape[:-1], output.shape[1])
 
 
@@ -111,10 +111,7 @@ class _Kept(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, keeper: list[Any]) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         keeper.append(ctx)
-        output = rows.view_as(rows)
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(output)
-        return output
+        return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -134,17 +131,19 @@ class _Product(torch.autograd.Function):
         is_transposed: bool,
     ) -> torch.Tensor:
         ctx.kept, ctx.sink, ctx.leaves, ctx.is_transposed = kept, sink, leaves, is_transposed
+        if kept is None:  # nobody needs the weight in backward
+            ctx.save_for_backward(rows)
         # The same memory under another name: the parameter itself may be marked as absent when backward comes.
-        ctx.weight = weight.detach()
+        ctx.weight = weight.detach() if kept is not None and leaves is None else None
         columns = weight if is_transposed else weight.t()
         return rows @ columns if bias is None else torch.addmm(bias, rows, columns)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        rows, weight = ctx.kept.saved_tensors  # also where the weight is not read: it must not have been written to
+        rows, weight = (*ctx.saved_tensors, None) if ctx.kept is None else ctx.kept.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and ctx.weight is not None:
                 weight = ctx.weight
             of_rows, of_weight, of_bias = None, None, None
             if ctx.needs_input_grad[0]:

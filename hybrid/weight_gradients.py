@@ -176,18 +176,24 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None) 
 def take_over_gradients(model: nn.Module) -> None:
     """Let the plain linear layers and embeddings inside compute by `linear` and `embedding`.
 
-    Those that compute in a way of their own keep it.
+    Those that compute in a way of their own keep it. Copies and pickles of a layer are of its own class again.
     """
     for module in model.modules():
-        if "forward" in vars(module):
+        if "forward" in vars(module) or "weight" not in dict(module.named_parameters(recurse=False)):
             continue
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            vars(module)["forward"] = _Linear(module, is_transposed=False)
+        kind: type[Any] | None = None
+        if type(module).forward is nn.Linear.forward and not isinstance(module, _NEVER_CALLED):
+            kind = _Linear
         elif _is_conv1d(module):
-            vars(module)["forward"] = _Linear(module, is_transposed=True)
-        elif isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-            if module.max_norm is None and not module.scale_grad_by_freq and not module.sparse:
-                vars(module)["forward"] = _Embedding(module)
+            kind = _Conv1D
+        elif type(module).forward is nn.Embedding.forward:
+            kind = _Embedding
+        if kind is not None:
+            module.__class__ = _class_of(type(module), kind)
+
+
+# torch's attention reads the weight of its last layer, which it never calls.
+_NEVER_CALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -196,23 +202,46 @@ def _is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
-class _Linear:
-    """The forward of a linear layer; an object, so that a copy of the layer has one that reads the copy's weight."""
-
-    def __init__(self, module: nn.Module, *, is_transposed: bool) -> None:
-        self._module, self._is_transposed = module, is_transposed
-
-    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        module: Any = self._module
-        (tensor,) = (*args, *kwargs.values())  # nn.Linear and Conv1D have different names for it
-        return linear(tensor, module.weight, module.bias, is_transposed=self._is_transposed)
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-class _Embedding:
-    """The forward of an embedding; an object for the same reason."""
+def _class_of(plain: type[nn.Module], kind: type[Any]) -> type[nn.Module]:
+    """The layer's class with another forward, and the same name: settings choose modules by it."""
+    if (plain, kind) not in _classes:
+        described = {"__module__": plain.__module__, "__doc__": plain.__doc__, "taken_over": plain}
+        _classes[plain, kind] = type(plain.__name__, (kind, plain), described)
+    return _classes[plain, kind]
 
-    def __init__(self, module: nn.Embedding) -> None:
-        self._module = module
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return embedding(input, self._module.weight, self._module.padding_idx)
+class _TakenOver:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        plain = vars(type(self)).get("taken_over")
+        # Of the plain class, in words that a process without this package understands.
+        return reduced if plain is None else (object.__new__, (plain,), *reduced[2:])
+
+
+class _Linear(_TakenOver):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class _Conv1D(_TakenOver):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, is_transposed=True)
+
+
+class _Embedding(_TakenOver):
+    weight: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        module: Any = self
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return nn.Embedding.forward(module, input)
+        return embedding(input, self.weight, module.padding_idx)

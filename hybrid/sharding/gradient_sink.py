@@ -9,6 +9,7 @@ import torch
 
 from hybrid import shims
 from hybrid.gradient_sinks import offer
+from hybrid.sharding.absence import AbsentParameter
 from hybrid.sharding.bucket import Bucket
 from hybrid.weight_gradients import WeightGradients
 
@@ -36,6 +37,8 @@ class BucketSink:
             reducer is not None
             and dtype == self._bucket.key.grad_dtype
             and WeightGradients.current() is None
+            and self._parameter.requires_grad  # not frozen since forward
+            and not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled())
             and not shims.has_gradient_hooks(self._parameter)
             and shims.will_run(self._node)
         )
@@ -66,6 +69,8 @@ def offer_sinks(reducer: Reducer) -> list[BucketSink]:
     sinks = []
     for bucket in reducer.buckets:
         for position, parameter in enumerate(bucket.parameters):
+            if type(parameter) not in (torch.nn.Parameter, AbsentParameter):
+                continue  # a class of the user's, which may want to see what is done with it
             if parameter.dim() == 2 and parameter.numel() >= _LEAST_ELEMENTS and bucket.is_dense(position):
                 sink = BucketSink(reducer, bucket, position)
                 offer(parameter, sink)

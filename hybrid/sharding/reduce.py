@@ -164,7 +164,7 @@ class Reducer:
         bucket, handle = self.buckets[index], self._handles[index][position]
         parameter = bucket.parameters[position]
         gradient = parameter.grad
-        if gradient is None and self._given[bucket.index][position]:
+        if gradient is None and self._given[bucket.index][position] and parameter.requires_grad:
             raise ModelError(
                 f"the gradient of {bucket.fqns[position]!r} was taken out of p.grad during backward, by a "
                 "post-accumulate hook from before distributed_model (an optimizer that steps in backward does so): it "
