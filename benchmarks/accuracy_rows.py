@@ -192,7 +192,8 @@ def _point(row: dict[str, str], dataset: str) -> Point:
 @cache
 def _cluster(gpus: int, setting: Setting) -> Cluster:
     per_node = min(gpus, setting.per_node)
-    return parse_cluster(f"{-(-gpus // per_node)}x{per_node}x{setting.device}", network=setting.network)
+    network = setting.network if gpus > per_node else None  # one node has none
+    return parse_cluster(f"{-(-gpus // per_node)}x{per_node}x{setting.device}", network=network)
 
 
 def _candidates(row: dict[str, str]) -> Iterator[Candidate]:

@@ -24,6 +24,7 @@ from hybrid.precision.tree import map_tensors
 
 __all__ = [
     "LOW_PRECISION",
+    "NORM_LAYERS",
     "autocasting",
     "cast_buffers",
     "check_buffers_to_cast",
@@ -166,7 +167,7 @@ def _in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_in_fp32
 
 
-_NORMS = (
+NORM_LAYERS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
     nn.BatchNorm3d,
@@ -182,7 +183,7 @@ _NORMS = (
 
 def _norms(model: nn.Module) -> list[str]:
     """Under all of their names."""
-    return [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, _NORMS)]
+    return [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, NORM_LAYERS)]
 
 
 def _fp32_modules(model: nn.Module, wanted: Sequence[str]) -> list[str]:

@@ -170,7 +170,9 @@ def test_node_local_shards_win_at_scale() -> None:
     2271; at 8 devices the two are one."""
     times = {}
     for nodes in (1, 128):
-        job = _job("llama2-7b", f"{nodes}x8xA100-80GB", batch=64 * nodes, seq=2048, network="4x100G")
+        job = _job(
+            "llama2-7b", f"{nodes}x8xA100-80GB", batch=64 * nodes, seq=2048, network="4x100G" if nodes > 1 else None
+        )
         base = Candidate(micro_batch_size=2, num_micro_batches=4, zero_stage=1)
         times[nodes] = (
             _seconds(job, base, dp_shard=8 * nodes), _seconds(job, base, dp_replicate=nodes, dp_shard=8),

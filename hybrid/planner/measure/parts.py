@@ -22,6 +22,7 @@ from hybrid.planner.model_spec import (
     UnitKind,
     UnitSpec,
 )
+from hybrid.precision.casting import NORM_LAYERS
 
 __all__ = ["Parts", "Setting", "units_of"]
 
@@ -140,6 +141,7 @@ def _parameters(model: nn.Module, facts: TensorFacts, parts: Parts) -> dict[str,
         for name, where in parts.forward.trace.used_in.items()
     }
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    head_dims = {(one.head_dim,) for one in parts.forward.trace.attentions}
     found: dict[str, list[ParameterSpec]] = {}
     homes: dict[str, tuple[str, str]] = {}  # first name -> its unit, and its name there
     last = parts.units[0]
@@ -155,6 +157,8 @@ def _parameters(model: nn.Module, facts: TensorFacts, parts: Parts) -> dict[str,
             unit = held or (units[0] if units else last)
         last = unit
         short = name.removeprefix(f"{unit}.") if held == unit else name
+        owner = model.get_submodule(name.rpartition(".")[0])
+        is_norm = "norm" in type(owner).__name__.lower()
         found.setdefault(unit, []).append(
             ParameterSpec(
                 name=short,
@@ -164,6 +168,8 @@ def _parameters(model: nn.Module, facts: TensorFacts, parts: Parts) -> dict[str,
                 is_expert=first in facts.experts,
                 tied_to=".".join(homes[first]) if first != name else None,
                 trainable=trained[first],
+                is_on_heads=held is not None and is_norm and shape in head_dims,
+                is_norm=isinstance(owner, NORM_LAYERS),
             )
         )
         homes.setdefault(first, (unit, short))
