@@ -38,10 +38,6 @@ def main() -> None:
     strategy.accumulate_steps = 4  # micro-batches
     if options.pp > 1:
         strategy.pipeline, strategy.pipeline_configs = True, {"degree": options.pp, "schedule": "zb-h1"}
-    try:
-        strategy.resolve(ranks)
-    except hybrid.StrategyError as error:
-        raise SystemExit(str(error)) from None  # what is wrong, before anything starts
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "max_position_embeddings": LENGTH}
     config = LlamaConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **sizes)  # a byte is a token
     torch.manual_seed(0)

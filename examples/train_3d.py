@@ -56,10 +56,6 @@ def main() -> None:
     strategy.accumulate_steps = 4  # micro-batches
     if options.pp > 1:
         strategy.pipeline, strategy.pipeline_configs = True, {"degree": options.pp, "schedule": "zb-h1"}
-    try:
-        strategy.resolve(ranks)
-    except hybrid.StrategyError as error:
-        raise SystemExit(str(error)) from None  # what is wrong, before anything starts
     torch.manual_seed(0)
     sample = torch.zeros(options.batch // 4, 64, dtype=torch.long) if options.pp > 1 else None  # a micro-batch
     model = hybrid.distributed_model(GPT(), strategy=strategy, sample=sample)
