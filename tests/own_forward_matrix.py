@@ -15,7 +15,7 @@ from typing import Any
 from tests.own_forward_models import MODELS
 from tests.pairwise import cover, everything
 from tests.parity import LOW
-from tests.pipeline_models import SCHEDULES, TWO_CHUNKS
+from tests.pipeline_models import SCHEDULES, TWO_CHUNKS, layout_words
 
 __all__ = ["CASES", "DEFAULT", "PAIRS", "OwnCase", "allowed", "full_cases"]
 
@@ -59,10 +59,8 @@ class OwnCase:
 
     @property
     def id(self) -> str:
-        layout = [f"pp{self.pp}", f"tp{self.tp}" if self.tp > 1 else "", f"dp{self.dp_shard}" * (self.dp_shard > 1)]
-        layout.append(f"rep{self.dp_replicate}" if self.dp_replicate > 1 else "")
         words = [
-            "_".join(word for word in layout if word),
+            layout_words(self),
             f"z{self.zero_stage}",
             self.schedule,
             f"mb{self.mb}",

@@ -38,6 +38,7 @@ __all__ = [
     "batch_of",
     "build",
     "cross_entropy",
+    "layout_words",
     "make_adamw",
     "own",
     "pipeline_strategy",
@@ -271,6 +272,12 @@ def own(batch: Any) -> Any:
 UNEVEN = {2: (6, 2), 4: (1, 4, 1, 2), 8: None}
 
 
+def layout_words(case: Any) -> str:
+    """`pp2_tp2_dp2_rep2`, degrees of 1 left out but for pp: how the id of a case begins."""
+    words = [f"{word}{n}" for word, n in (("tp", case.tp), ("dp", case.dp_shard), ("rep", case.dp_replicate)) if n > 1]
+    return "_".join([f"pp{case.pp}", *words])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One run; the fields are the factors."""
@@ -297,10 +304,8 @@ class Case:
 
     @property
     def id(self) -> str:
-        layout = [f"pp{self.pp}", f"tp{self.tp}" if self.tp > 1 else "", f"dp{self.dp_shard}" * (self.dp_shard > 1)]
-        layout.append(f"rep{self.dp_replicate}" if self.dp_replicate > 1 else "")
         words = [
-            "_".join(word for word in layout if word),
+            layout_words(self),
             f"z{self.zero_stage}",
             self.schedule,
             f"mb{self.mb}",
