@@ -1,4 +1,4 @@
-"""What a training holds and sends: live tensor bytes, heap peak, resident peak, bytes sent through its sockets."""
+"""What a training holds and sends: live tensor bytes, heap peak, resident peak, bytes sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ResidentPeak", "facts", "heap_peak", "live_tensor_bytes", "socket_sent_bytes"]
+__all__ = ["ResidentPeak", "facts", "heap_peak", "live_tensor_bytes", "sent_bytes", "socket_sent_bytes"]
 
 _WARM_UP = 3
 # Of Linux' struct tcp_info: bytes sent and bytes sent again.
@@ -54,6 +54,13 @@ def socket_sent_bytes() -> int:
     return total
 
 
+def sent_bytes() -> int:
+    """The same, and what other processes have been given in shared memory."""
+    from hybrid.collectives.shared_memory import arena
+
+    return socket_sent_bytes() + arena().sent_bytes
+
+
 def _number(info: bytes, offset: int) -> int:
     value: int = struct.unpack_from("<Q", info, offset)[0]
     return value
@@ -82,16 +89,16 @@ def facts(training: Any, *, steps: int) -> dict[str, Any]:
     assert steps > _WARM_UP + 2
     losses = [training.step(number) for number in range(steps - 2)]
     dist.barrier()
-    before = socket_sent_bytes()
+    before = sent_bytes()
     losses.append(training.step(steps - 2))
-    sent_bytes = socket_sent_bytes() - before
+    sent = sent_bytes() - before
     dist.barrier()
     losses.append(training.backward(steps - 1))
     after_backward = live_tensor_bytes()
     training.update()
     return {
         "losses": losses,
-        "sent_bytes": sent_bytes,
+        "sent_bytes": sent,
         "live_after_backward_bytes": after_backward,
         "live_after_step_bytes": live_tensor_bytes(),
     }

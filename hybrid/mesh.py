@@ -15,6 +15,7 @@ from hybrid.collectives.group import Group
 from hybrid.collectives.handle import forget_calls
 from hybrid.collectives.ops import all_gather_object
 from hybrid.collectives.rendezvous import open_store
+from hybrid.collectives.shared_memory import Neighbour, introduction, neighbours
 from hybrid.contracts.layout import Layout, axis_name
 from hybrid.errors import LaunchError
 from hybrid.launch.check_in import check_in
@@ -27,7 +28,7 @@ WORLD = "world"
 
 
 class Mesh:
-    """This process's place in the layout and its process groups.
+    """This process's place in the layout and its process groups. *Collective.*
 
     Groups are made by `prepare`, by all ranks in one order: making one later, by some ranks only, would hang.
     """
@@ -52,6 +53,10 @@ class Mesh:
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
             everyone: dist.group.WORLD if world_size > 1 else None
         }
+        self._neighbours: dict[int, Neighbour] = {}
+        self._reached: list[set[int]] = []
+        if world_size > 1 and self.backend == "gloo":
+            self._neighbours, self._reached = meet_neighbours(self._make_group(everyone, WORLD))
         self.world = self._make_group(everyone, WORLD)
         self._host_world: Group | None = None
 
@@ -93,15 +98,7 @@ class Mesh:
             if len(ranks) > 1:
                 group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_seconds), backend=backend)
                 made = group if self.rank in ranks else made
-        ranks = self.group_ranks(*axes)
-        return Group(
-            process_group=made,
-            ranks=ranks,
-            rank=ranks.index(self.rank),
-            axis=label,
-            backend=backend,
-            timeout_seconds=self.timeout_seconds,
-        )
+        return self._group_of(made, self.group_ranks(*axes), label, backend)
 
     def host_world(self) -> Group:
         """All ranks, on the host and apart from all other traffic: for work beside the training. All call it alike."""
@@ -116,14 +113,34 @@ class Mesh:
         return made
 
     def _make_group(self, ranks: tuple[int, ...], axis: str) -> Group:
+        process_group = self._process_groups[ranks] if len(ranks) > 1 else None
+        return self._group_of(process_group, ranks, axis, self.backend)
+
+    def _group_of(
+        self, process_group: dist.ProcessGroup | None, ranks: tuple[int, ...], axis: str, backend: str
+    ) -> Group:
         return Group(
-            process_group=self._process_groups[ranks] if len(ranks) > 1 else None,
+            process_group=process_group,
             ranks=ranks,
             rank=ranks.index(self.rank),
             axis=axis,
-            backend=self.backend,
+            backend=backend,
             timeout_seconds=self.timeout_seconds,
+            near=self._near(ranks),
         )
+
+    def _near(self, ranks: tuple[int, ...]) -> dict[int, Neighbour]:
+        """The others' memory by index, if all of these ranks reach each other: they must choose alike."""
+        if not self._reached or not all(set(ranks) <= self._reached[rank] for rank in ranks):
+            return {}
+        return {index: self._neighbours[rank] for index, rank in enumerate(ranks) if rank != self.rank}
+
+
+def meet_neighbours(world: Group) -> tuple[dict[int, Neighbour], list[set[int]]]:
+    """The ranks whose memory this one can read, and for every rank which ones it can, itself included. *Collective.*"""
+    introductions = all_gather_object(introduction(), group=world)
+    found = neighbours({rank: one for rank, one in enumerate(introductions) if rank != world.rank})
+    return found, all_gather_object({world.rank, *found}, group=world)
 
 
 def _device(backend: str, rank: int) -> torch.device:

@@ -20,7 +20,8 @@ without a word.) A payload that fits travels inside the header's message, and no
                               the sum of the own range        the sum of p's range, in place
 
 Large messages are cut into segments: one is added, and in an all-reduce sent on, while the next arrives. The
-sum of an element is the same in all of these ways.
+sum of an element is the same in all of these ways. Between ranks of one host only the headers take this way
+(`shared_exchange`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from hybrid.collectives.channel import channel_of, receive, send
 from hybrid.collectives.header import Header
 from hybrid.collectives.ordered_sum import combine
 from hybrid.collectives.scratch import INLINE_BYTES, SCRATCH, Slot
+from hybrid.collectives.shared_memory import NOWHERE
 from hybrid.errors import CollectiveError
 
 __all__ = ["Exchange", "PeerError", "even_bounds"]
@@ -87,12 +89,12 @@ class Exchange:
         self._process_group = call.group.process_group
         self._peers = self._find_peers()
         self._bounds = call.bounds or even_bounds(call.num_elements, call.group.size)
-        two_rounds_bytes = _TWO_ROUNDS_BYTES * (_TWO_ROUNDS_FACTOR_OF_TWO if call.group.size == 2 else 1)
-        self._whole = call.op == "broadcast" or (call.op == "all_reduce" and call.num_bytes < two_rounds_bytes)
+        self._whole = call.op == "broadcast" or (call.op == "all_reduce" and self._is_one_round())
         self._two_rounds = call.op == "all_reduce" and not self._whole
         self._inline = self._largest_message_elements() * call.dtype.itemsize <= INLINE_BYTES
         self._header = Header.of(call)
         self._header_slots: dict[int, Slot] = {}
+        self._places: dict[int, int] = {}
         self._sent_slots: list[Slot] = []
         self._landing: dict[int, torch.Tensor] = {}
         self._scratch: list[torch.Tensor] = []
@@ -113,6 +115,10 @@ class Exchange:
         if self._call.op == "broadcast" and self._group.rank != self._call.source:
             return (self._call.source,)
         return self._group.peers
+
+    def _is_one_round(self) -> bool:
+        two_rounds_bytes = _TWO_ROUNDS_BYTES * (_TWO_ROUNDS_FACTOR_OF_TWO if self._group.size == 2 else 1)
+        return self._call.num_bytes < two_rounds_bytes
 
     def _largest_message_elements(self) -> int:
         if self._whole:
@@ -166,8 +172,10 @@ class Exchange:
                 self._refuse(peer, error)
                 continue
             self._header_receives.append(_Message(peer, 0, work))
-        if self._inline or self._refused is not None:
-            return
+        if not self._inline and self._refused is None:
+            self._post_data_receives()
+
+    def _post_data_receives(self) -> None:
         for peer in self._peers:
             self._receives += self._post(receive, peer, self._incoming(peer), round_number=0)
         if self._two_rounds:
@@ -179,24 +187,35 @@ class Exchange:
     def _post_sends(self) -> None:
         channel = channel_of(self._process_group)
         for peer in self._peers:
-            if not self._sent_slots or (self._inline and self._call.op == "reduce_scatter"):
-                self._sent_slots.append(self._write_slot(self._outgoing(peer)))
+            if not self._sent_slots or self._differs_by_peer():
+                self._sent_slots.append(self._write_slot(self._outgoing(peer), self._lay_out(peer)))
             try:
                 self._sends.append(_Message(peer, 0, channel.send(self._sent_slots[-1], peer)))
             except RuntimeError as error:
                 self._refuse(peer, error)
         if not self._inline and self._refused is None:
-            for peer in self._peers:
-                self._sends += self._post(send, peer, self._outgoing(peer), round_number=0)
+            self._post_data_sends()
+
+    def _post_data_sends(self) -> None:
+        for peer in self._peers:
+            self._sends += self._post(send, peer, self._outgoing(peer), round_number=0)
+
+    def _differs_by_peer(self) -> bool:
+        """Whether the first message is another one for every peer."""
+        return self._inline and self._call.op == "reduce_scatter"
+
+    def _lay_out(self, peer: int) -> int:
+        """Where the peer finds what goes to it, if it need not be sent."""
+        return NOWHERE
 
     def _refuse(self, peer: int, error: RuntimeError) -> None:
         """The connection is known to be closed. The other peers still hear from this rank: to them it is not gone."""
         if self._refused is None:
             self._refused = PeerError(self._with_rank(peer, error), peer=peer)
 
-    def _write_slot(self, payload: torch.Tensor) -> Slot:
+    def _write_slot(self, payload: torch.Tensor, place: int) -> Slot:
         slot = SCRATCH.take_slot()
-        slot.write_header(self._header.numbers)
+        slot.write_header(self._header.numbers, place=place)
         if self._inline and payload.numel():
             slot.payload(payload.numel(), payload.dtype).copy_(payload)
         return slot
@@ -226,10 +245,8 @@ class Exchange:
         self._take_headers()
         if self._inline:
             self._take_payloads()
-        elif self._call.reduction:
-            self._add_segments()
-        self._wait_all(self._receives)
-        self._wait_all(self._second_receives)
+        else:
+            self._take_data()
         self._wait_all(self._sends)
         for scratch in self._scratch:
             SCRATCH.give(scratch)
@@ -246,7 +263,8 @@ class Exchange:
             raise self._diagnosis(error) from None
 
     def _check_header(self, peer: int) -> None:
-        theirs = Header(self._header_slots[peer].read_header())
+        numbers, self._places[peer] = self._header_slots[peer].read_header()
+        theirs = Header(numbers)
         if theirs != self._header:
             ranks = self._group.ranks
             raise CollectiveError(self._header.difference(theirs, rank=ranks[self._group.rank], peer_rank=ranks[peer]))
@@ -278,6 +296,12 @@ class Exchange:
             incoming = self._incoming(peer)
             if incoming.numel():
                 incoming.copy_(slot.payload(incoming.numel(), incoming.dtype))
+
+    def _take_data(self) -> None:
+        if self._call.reduction:
+            self._add_segments()
+        self._wait_all(self._receives)
+        self._wait_all(self._second_receives)
 
     def _add_segments(self) -> None:
         own = self._segments(self._own())

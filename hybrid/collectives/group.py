@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+
+from hybrid.collectives.shared_memory import Neighbour
 
 __all__ = ["Group"]
 
@@ -27,6 +29,8 @@ class Group:
     """Label for traces and messages: "dp_shard", "dp_replicate+dp_shard", "world"."""
     backend: str = "gloo"
     timeout_seconds: float = 1800.0
+    near: Mapping[int, Neighbour] = field(default_factory=dict, repr=False, compare=False)
+    """The memory of all others by group index, where all ranks of the group share a host (see `shared_memory`)."""
     sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
     """Numbers the collectives launched on this group; the ranks compare it (see `exchange`)."""
     number: int = field(default_factory=itertools.count(1).__next__, repr=False, compare=False)

@@ -30,14 +30,14 @@ _DTYPES = (
     torch.float8_e5m2,
 )
 _FIRST_DATA_TAG = 2
-_NUM_TAGS = 2**31 - _FIRST_DATA_TAG
+_NUM_TAGS = 2**31 - 16 - _FIRST_DATA_TAG  # the last ones are those of `point_to_point`
 
 
 class Header(NamedTuple):
     """Equal on all ranks of one call."""
 
     numbers: tuple[int, ...]
-    """Sequence number, operation, reduction, dtype, elements, the caller's tag, checksum of the rest, 0."""
+    """Sequence number, operation, reduction, dtype, elements, the caller's tag, checksum of the rest."""
 
     @classmethod
     def of(cls, call: Call) -> Header:
@@ -51,7 +51,6 @@ class Header(NamedTuple):
                 call.num_elements,
                 call.tag,
                 zlib.crc32(rest.encode()),
-                0,
             )
         )
 
@@ -67,7 +66,7 @@ class Header(NamedTuple):
         )
 
     def __str__(self) -> str:
-        sequence, op, reduction, dtype, num_elements, tag, _, _ = self.numbers
+        sequence, op, reduction, dtype, num_elements, tag, _ = self.numbers
         size_bytes = num_elements * _DTYPES[dtype].itemsize
         name = f"{_OPS[op]}({_REDUCTIONS[reduction]})" if reduction else _OPS[op]
         dtype_name = str(_DTYPES[dtype]).removeprefix("torch.")

@@ -9,8 +9,9 @@ All ranks of a group launch the same calls in the same order. Sizes below: B byt
     all_gather       (N-1)/N B           every rank's own range
     broadcast        (N-1)/N B           the source's buffer
 
-On gloo the messages are ours (`exchange`): sums are taken in rank order, in float32 at least, whatever the size
-or the algorithm, so stages that reduce in different ways agree to the bit. On NCCL they are torch's (`native`).
+On gloo the messages are ours (`exchange`; on one host through shared memory, `shared_exchange`): sums are taken in
+rank order, in float32 at least, whatever the size or the algorithm, so stages that reduce in different ways agree to
+the bit. On NCCL they are torch's (`native`).
 A group of one rank does nothing.
 """
 
@@ -33,6 +34,7 @@ from hybrid.collectives.handle import Handle, Pending, collective_error
 from hybrid.collectives.native import Native
 from hybrid.collectives.pickled import pickled
 from hybrid.collectives.ranges import waiting
+from hybrid.collectives.shared_exchange import SharedExchange
 
 __all__ = [
     "Group",
@@ -234,7 +236,8 @@ _BACKENDS: Mapping[str, Callable[[Call], Pending]] = {"nccl": Native, dry.BACKEN
 
 def start_directly(call: Call) -> Pending:
     """Launch on the group's own backend."""
-    backend: Callable[[Call], Pending] = _BACKENDS.get(call.group.backend, Exchange)
+    on_host: type[Exchange] = SharedExchange if call.group.near else Exchange
+    backend: Callable[[Call], Pending] = _BACKENDS.get(call.group.backend, on_host)
     return backend(call)
 
 

@@ -1,9 +1,10 @@
 """Messages between two ranks: trees of tensors, with their shapes, in the order in which they were sent.
 
 One stream per process group and peer. A message is a header of fixed size, with a pickled description of what comes,
-and then one transfer per tensor; tensors that fit travel inside the header. Sending does not wait: the buffers are
-kept until gloo has taken them. Receiving takes messages as they come, and keeps one that is not asked for yet, so
-that two ranks need not agree on the order in which they use what they exchange.
+and then one transfer per tensor; tensors that fit travel inside the header, and on one host the others are laid out
+where the peer reads them (`shared_memory`). Sending does not wait: the buffers are kept until gloo has taken them.
+Receiving takes messages as they come, and keeps one that is not asked for yet, so that two ranks need not agree on the
+order in which they use what they exchange.
 
 A message belongs to an *epoch* (a step). Who has begun one drops what comes from earlier ones: a step that was left by
 an exception leaves messages behind, which must not be taken for those of the next.
@@ -36,11 +37,13 @@ from hybrid.collectives.dry import DryStream
 from hybrid.collectives.group import Group
 from hybrid.collectives.ops import Sending, get_interposer
 from hybrid.collectives.ranges import waiting
+from hybrid.collectives.shared_memory import NOWHERE, arena
 from hybrid.errors import CollectiveError, ModelError
 
 __all__ = ["AnyStream", "Stream", "as_sent", "open_stream"]
 
-_HEADER_TAG, _REST_TAG, _DATA_TAG = 1, 2, 3
+# Not those of collectives, which may run in the same process group.
+_HEADER_TAG, _REST_TAG, _DATA_TAG = 2**31 - 1, 2**31 - 2, 2**31 - 3
 _SLOT_BYTES = 4096
 _HEAD = struct.Struct("<2q")  # length of what follows, epoch
 # Small enough to be part of the header's message: fewer messages for labels, masks and numbers.
@@ -51,11 +54,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One tensor of a message; `inline` are its bytes if they came with the header."""
+    """One tensor of a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     inline: bytes | None
+    """Its bytes if they came with the header."""
+    place: int = NOWHERE
+    """Where they lie if they are in the sender's arena."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,7 +189,8 @@ class Stream:
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             small = flat.numel() * flat.element_size() <= _INLINE_BYTES and len(tensors) <= 2
             raw = (flat.cpu().view(torch.uint8).numpy().tobytes() if flat.numel() else b"") if small else None
-            leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, raw))
+            place = NOWHERE if small else self._lay_out(flat)
+            leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, raw, place))
             (buffers if raw is None else inside).append(flat)
         body = _pickled((key, description, leaves), to=f"rank {self.peer_rank}")
         head = body[: _SLOT_BYTES - _HEAD.size]
@@ -199,14 +206,22 @@ class Stream:
             sent.works.append(self._launch("send to", partial(send, rest, self._headers, self._peer, _REST_TAG)))
             sent.buffers.append(rest)
         sent.calls += [Call(op="send", group=self._group, buffer=flat) for flat in inside if flat.numel()]
-        for buffer in buffers:
+        places = [leaf.place for leaf in leaves if leaf.inline is None]
+        for buffer, place in zip(buffers, places, strict=True):
             sent.calls.append(Call(op="send", group=self._group, buffer=buffer))
             HISTORY.append(sent.calls[-1])
-            sent.works.append(self._start(sent.calls[-1], buffer))
+            if place == NOWHERE:
+                sent.works.append(self._start(sent.calls[-1], buffer))
             sent.buffers.append(buffer)
         self._under_way.append(sent)
         while sum(one.epoch == self._epoch for one in self._under_way) > window:
             self._complete_first()
+
+    def _lay_out(self, flat: torch.Tensor) -> int:
+        """Where the peer finds it without a transfer; a test backend wants to see one."""
+        if self._peer not in self._group.near or get_interposer() is not None:
+            return NOWHERE
+        return arena().lend(flat, readers=(self._peer,), marks=self._group.size)
 
     def _start(self, call: Call, buffer: torch.Tensor) -> Sending:
         interposer = get_interposer()
@@ -294,13 +309,21 @@ class Stream:
                 tensors.append(tensor.to(self._device))
             else:
                 tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+                tensors.append(tensor)
+                if leaf.place != NOWHERE:
+                    self._take(leaf.place, tensor.view(-1))
+                    continue
                 start = partial(receive, tensor.view(-1), self._data, self._peer, _DATA_TAG)
                 works.append(self._launch("receive from", start))
-                tensors.append(tensor)
         self.post()  # the one after it may come while this one is used
         for work in works:
             self._wait(work, "receive from")
         return epoch, key, description, tensors
+
+    def _take(self, place: int, into: torch.Tensor) -> None:
+        near, group = self._group.near[self._peer], self._group
+        into.copy_(near.read(place, marks=group.size, num_elements=into.numel(), dtype=into.dtype))
+        near.has_read(place, reader=group.rank)
 
     def _launch(self, what: str, start: Callable[[], dist.Work]) -> dist.Work:
         """Start a transfer; gloo refuses at once where it knows that the peer is gone."""

@@ -29,11 +29,13 @@ class Slot:
         self._raw = bytearray(SLOT_BYTES)
         self.tensor = torch.frombuffer(self._raw, dtype=torch.uint8)
 
-    def write_header(self, header: tuple[int, ...]) -> None:
-        HEADER.pack_into(self._raw, 0, *header)
+    def write_header(self, header: tuple[int, ...], *, place: int) -> None:
+        """What all ranks of a call say alike, and where this one's bytes lie (see `shared_memory`)."""
+        HEADER.pack_into(self._raw, 0, *header, place)
 
-    def read_header(self) -> tuple[int, ...]:
-        return HEADER.unpack_from(self._raw, 0)
+    def read_header(self) -> tuple[tuple[int, ...], int]:
+        *header, place = HEADER.unpack_from(self._raw, 0)
+        return tuple(header), place
 
     def payload(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """The bytes behind the header, seen as elements."""

@@ -29,7 +29,7 @@ from hybrid.contracts.layout import axis_name
 from hybrid.contracts.partition import BucketPartition, Slice
 from hybrid.precision.casting import LOW_PRECISION
 from hybrid.sharding.absence import AbsentParameter
-from hybrid.sharding.tensors import own_strides
+from hybrid.sharding.tensors import own_strides, same_bits
 
 __all__ = ["Bucket", "BucketKey", "own_strides"]
 
@@ -207,7 +207,7 @@ class Bucket:
 
     def take_edits_from_data(self) -> None:
         """`take_own_from_data`, if anything was written since the buffer was gathered."""
-        if self.cut is not None and not torch.equal(self.data[self.low : self.high], self.cut):
+        if self.cut is not None and not same_bits(self.data[self.low : self.high], self.cut):
             self.take_own_from_data()
 
     def store(self, position: int, value: torch.Tensor) -> None:

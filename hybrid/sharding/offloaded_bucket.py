@@ -18,6 +18,7 @@ import torch
 from hybrid.collectives import ops
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.offload import HostStore, Ticket
+from hybrid.sharding.tensors import same_bits
 
 __all__ = ["OffloadedBucket"]
 
@@ -83,7 +84,7 @@ class OffloadedBucket(Bucket):
         own = self.data[self.low : self.high]
         if self.arrived is not None:
             assert self.cut is not None
-            if torch.equal(own, self.arrived):
+            if same_bits(own, self.arrived):
                 return
             self.host.to_host(self.cut, own, "parameters")
             self.arrived.copy_(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -11,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid.collectives import exchange, ops
+from hybrid.collectives import exchange, ops, shared_memory
 from hybrid.collectives.deferred import deferred_backend
+from hybrid.collectives.group import Group
 from hybrid.collectives.point_to_point import Stream
+from hybrid.collectives.shared_memory import OFF_VARIABLE, arena
 from hybrid.errors import CollectiveError
 from tests.multi_rank.worlds import rank_buffer, shard_group
 from tests.ranks import RankFailure, run_ranks
@@ -43,8 +46,19 @@ def bounds_of(num_elements: int, size: int, kind: str) -> tuple[int, ...]:
     return tuple(0 if index <= owner else num_elements for index in range(size + 1))
 
 
-def check_results() -> None:
+def group_by_way(way: str) -> Group:
+    """Messages through shared memory, in segments that hold one message each, or over gloo."""
+    if way == "gloo":
+        os.environ[OFF_VARIABLE] = "0"
+    if way == "small segments":
+        shared_memory.SEGMENT_BYTES = 1 << 16  # type: ignore[misc]
     group = shard_group()
+    assert bool(group.near) == (way != "gloo" and group.size > 1)
+    return group
+
+
+def check_results(way: str) -> None:
+    group = group_by_way(way)
     rank, size = group.rank, group.size
     exchange._SEGMENT_BYTES = SEGMENT_BYTES
     for num_elements in NUM_ELEMENTS:
@@ -76,12 +90,26 @@ def check_results() -> None:
             expected = reference(expected, rank_buffer(other, 1234, torch.float32))
         ops.all_reduce(buffer, group=group, op=op).wait()
         assert torch.equal(buffer, expected), op
+    ops.barrier(group)
+    assert arena().lent_bytes == 0, "what every rank has read is free again"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_collective_gives_the_plain_result(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "world_size"),
+    [
+        ("gloo", 1),
+        ("gloo", 2),
+        ("gloo", 3),
+        ("gloo", 4),
+        ("shared", 2),
+        ("shared", 3),
+        ("shared", 4),
+        ("small segments", 3),
+    ],
+)
+def test_every_collective_gives_the_plain_result(way: str, world_size: int) -> None:
     """Protects the sums and copies themselves, for each way of carrying them, uneven and empty shards."""
-    run_ranks(check_results, world_size)
+    run_ranks(check_results, world_size, way)
 
 
 def check_against_torch() -> None:
@@ -99,7 +127,8 @@ def test_all_reduce_agrees_with_torch() -> None:
 
 
 def check_offset_and_way_change_no_bit() -> None:
-    group = shard_group()
+    group = group_by_way("shared")
+    over_gloo = dataclasses.replace(group, near={})
     values = rank_buffer(group.rank, 6_001, torch.float32)
     results = []
     for two_rounds_bytes, segment_bytes in ((1 << 60, 1 << 22), (0, 1 << 22), (0, 1 << 12), (1 << 60, 1 << 12)):
@@ -107,9 +136,10 @@ def check_offset_and_way_change_no_bit() -> None:
         exchange._SEGMENT_BYTES = segment_bytes
         for offset in (0, 17, 4_000):
             buffer = torch.ones(12_000)
-            buffer[offset : offset + len(values)] = values
-            ops.all_reduce(buffer, group=group).wait()
-            results.append(buffer[offset : offset + len(values)].clone())
+            for way in (group, over_gloo):
+                buffer[offset : offset + len(values)] = values
+                ops.all_reduce(buffer, group=way).wait()
+                results.append(buffer[offset : offset + len(values)].clone())
     small = values[:100].clone()
     ops.all_reduce(small, group=group).wait()
     assert all(torch.equal(result, results[0]) for result in results)
@@ -123,8 +153,8 @@ def test_the_sum_does_not_depend_on_size_place_or_algorithm() -> None:
     run_ranks(check_offset_and_way_change_no_bit, 4)
 
 
-def check_many_in_flight() -> None:
-    group = shard_group()
+def check_many_in_flight(way: str) -> None:
+    group = group_by_way(way)
     rank, size = group.rank, group.size
     for _ in range(3):
         buffers, handles = [], []
@@ -158,10 +188,10 @@ def check_many_in_flight() -> None:
                 assert torch.equal(buffer[checked], total[checked]), tag
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_many_collectives_in_flight_do_not_mix(world_size: int) -> None:
+@pytest.mark.parametrize(("way", "world_size"), [("gloo", 4), ("shared", 2), ("shared", 4), ("small segments", 4)])
+def test_many_collectives_in_flight_do_not_mix(way: str, world_size: int) -> None:
     """Protects concurrent buckets: 40 calls in flight, waited for in a different order on each rank, twice."""
-    run_ranks(check_many_in_flight, world_size)
+    run_ranks(check_many_in_flight, world_size, way)
 
 
 def check_objects() -> None:
@@ -222,7 +252,8 @@ def test_unequal_calls_are_errors_that_name_both(kind: str, said: tuple[str, ...
     assert any(all(text in error for text in said) for error in errors), errors
 
 
-def go_wrong(kind: str) -> None:
+def go_wrong(kind: str, way: str) -> None:
+    os.environ[OFF_VARIABLE] = "1" if way == "shared" else "0"
     group = shard_group(timeout_seconds=1.0)
     buffer = torch.ones(300_000)
     ops.all_reduce(torch.ones(3), group=group, tag=5).wait()
@@ -237,12 +268,12 @@ def go_wrong(kind: str) -> None:
     ops.all_reduce(buffer, group=group, tag=7).wait()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("way", "world_size"), [("gloo", 4), ("shared", 2), ("shared", 4)])
 @pytest.mark.parametrize("kind", ["killed", "raises", "hangs"])
-def test_a_rank_that_goes_ends_all_within_the_timeout(kind: str, world_size: int) -> None:
+def test_a_rank_that_goes_ends_all_within_the_timeout(kind: str, way: str, world_size: int) -> None:
     """Protects against jobs that hang for ever, and errors that do not say what was waited for."""
     with pytest.raises(RankFailure) as failure:
-        run_ranks(go_wrong, world_size, kind, timeout_seconds=3.5)
+        run_ranks(go_wrong, world_size, kind, way, timeout_seconds=3.5)
     reports = failure.value.reports
     own_end = {"killed": "exit code -9", "raises": "ValueError: a fault of rank 1", "hangs": "silent"}
     assert own_end[kind] in reports[1].error
