@@ -194,6 +194,36 @@ def _pretrained(
     return make
 
 
+class LowRank(nn.Module):
+    """What libraries for fine-tuning put in the place of a linear layer: itself, frozen, and a thin product beside."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low: torch.Tensor = self.lora_A["default"](self.lora_dropout["default"](x))
+        out: torch.Tensor = self.base_layer(x) + 2.0 * self.lora_B["default"](low)
+        return out
+
+
+def _with_side_paths(make: Callable[[], nn.Module], *names: str) -> Callable[[], nn.Module]:
+    """The model frozen, but for side paths of these layers."""
+
+    def make_both() -> nn.Module:
+        model = make().requires_grad_(False)
+        for fqn, module in list(model.named_modules()):
+            parent, _, name = fqn.rpartition(".")
+            if name in names and isinstance(module, nn.Linear):
+                setattr(model.get_submodule(parent), name, LowRank(module, rank=3))
+        return model
+
+    return make_both
+
+
 def masked_tokens(step: int) -> Batch:
     """Sequences of unequal length, some of whose tokens count in the loss: how many differs from rank to rank."""
     generator = torch.Generator().manual_seed(300 + step)
@@ -269,6 +299,13 @@ MODELS = {
     "llama": _decoder("LlamaForCausalLM", "LlamaConfig", tie_word_embeddings=False),
     "llama-tied": _decoder("LlamaForCausalLM", "LlamaConfig", tie_word_embeddings=True),
     "llama-one-kv-head": _decoder("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=1, attention_bias=True),
+    "llama-lora": TensorModel(
+        build=_with_side_paths(
+            _pretrained("LlamaForCausalLM", "LlamaConfig", _LLAMA), "q_proj", "v_proj", "o_proj", "up_proj", "down_proj"
+        ),
+        batch=masked_tokens,
+        loss=causal_loss,
+    ),
     "qwen3": _decoder("Qwen3ForCausalLM", "Qwen3Config", head_dim=6),
     "gpt2": TensorModel(build=_pretrained("GPT2LMHeadModel", "GPT2Config", _GPT2), batch=plain_tokens, loss=own_loss),
     "bert": TensorModel(

@@ -11,7 +11,7 @@ from typing import Any
 from hybrid.contracts.tensor_facts import Kind, ModelFacts, ModuleFacts
 from hybrid.errors import ModelError, StrategyError
 
-__all__ = ["PLAN", "Claim", "Claims", "Problems", "general", "listed", "read_model_plan", "read_user_plan"]
+__all__ = ["PLAN", "Claim", "Claims", "Problems", "general", "listed", "matching", "read_model_plan", "read_user_plan"]
 
 PLAN = "tensor_parallel_configs.plan"
 
@@ -122,7 +122,7 @@ def _matches(pattern: list[str], names: list[str]) -> bool:
     return bool(names) and fnmatchcase(names[0], pattern[0]) and _matches(pattern[1:], names[1:])
 
 
-def _matching(pattern: str, facts: ModelFacts) -> tuple[list[ModuleFacts], list[str]]:
+def matching(pattern: str, facts: ModelFacts) -> tuple[list[ModuleFacts], list[str]]:
     """Modules of that name; if there are none, parameters."""
     parts = pattern.split(".")
     modules = [
@@ -142,7 +142,7 @@ def read_user_plan(facts: ModelFacts, plan: Mapping[str, Any], problems: Problem
         entry = _read_entry(pattern, value, problems)
         if entry is None:
             continue
-        modules, parameters = _matching(pattern, facts)
+        modules, parameters = matching(pattern, facts)
         if not modules and not parameters:
             problems.setting(_nothing(pattern, facts))
         elif entry.style == "":
@@ -264,7 +264,7 @@ def read_model_plan(facts: ModelFacts, taken: Iterable[str], problems: Problems)
     claims = Claims()
     taken = set(taken)
     for pattern, word in (facts.model_plan or {}).items():
-        modules, parameters = _matching(pattern, facts)
+        modules, parameters = matching(pattern, facts)
         modules = [
             module for module in modules if module.fqn not in taken and facts.by_fqn[module.parent].kind != "attention"
         ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybrid.contracts.placement import Cut, even_cut, fused_cut
-from hybrid.contracts.tensor_facts import ModuleFacts
+from hybrid.contracts.tensor_facts import ModuleFacts, parent_of
 
 __all__ = ["TABLE_HEADER", "ModuleRule", "ParameterRow", "Style", "TensorPlan"]
 
@@ -145,6 +145,7 @@ class TensorPlan:
         cross_attention: modules that also attend over another sequence, which comes whole.
         blocks: stacks of blocks; the sequence is cut where the first begins and whole where the last ends.
         rows: one per parameter, by its first name.
+        side_paths: modules that hold a layer and low-rank ones beside it -> style of that layer, if it is cut.
     """
 
     degree: int
@@ -157,6 +158,12 @@ class TensorPlan:
     cross_attention: tuple[str, ...] = ()
     blocks: tuple[tuple[str, ...], ...] = ()
     rows: tuple[ParameterRow, ...] = ()
+    side_paths: Mapping[str, str] = field(default_factory=dict)
+
+    def caller(self, fqn: str) -> str:
+        """The module whose forward calls this layer: a side path stands in for it."""
+        parent = parent_of(fqn)
+        return parent_of(parent) if parent in self.side_paths else parent
 
     def table(self) -> list[tuple[str, str, str, str, str]]:
         """The rows as text, under `TABLE_HEADER`."""

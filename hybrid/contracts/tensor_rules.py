@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from hybrid.contracts.placement import Cut
+from hybrid.contracts.tensor_adapters import SidePath, check_side_paths, with_side_paths, without_side_paths
 from hybrid.contracts.tensor_advice import no_rule
 from hybrid.contracts.tensor_attributes import local_attributes
 from hybrid.contracts.tensor_checks import check_classes, check_groups, check_ties, partial_between
-from hybrid.contracts.tensor_claims import Claim, Claims, Problems, general, read_model_plan, read_user_plan
+from hybrid.contracts.tensor_claims import Claim, Claims, Problems, general, matching, read_model_plan, read_user_plan
 from hybrid.contracts.tensor_facts import ModelFacts, ModuleFacts
 from hybrid.contracts.tensor_families import HEADS, experts, family_claims, output_layers, token_embeddings
 from hybrid.contracts.tensor_plan import ModuleRule, ParameterRow, Style, TensorPlan
@@ -60,6 +61,28 @@ def plan_tensor_parallel(
         ModelError: nothing is wrong with the settings, but this model cannot be cut.
     """
     problems = Problems()
+    bare, side_paths = _without_side_paths(facts, plan)
+    found = _plan_layers(bare, problems, degree=degree, plan=plan, sequence_parallel=sequence_parallel)
+    check_side_paths(found, side_paths, problems)
+    problems.raise_all()
+    return with_side_paths(found, facts, side_paths)
+
+
+def _without_side_paths(facts: ModelFacts, plan: Mapping[str, Any] | None) -> tuple[ModelFacts, Mapping[str, SidePath]]:
+    """Unless the user's plan has words for what lies in them: then it rules."""
+    bare, side_paths = without_side_paths(facts)
+    named = (module.fqn for pattern in plan or {} for module in matching(pattern, facts)[0])
+    return (facts, {}) if any(fqn not in bare.by_fqn for fqn in named) else (bare, side_paths)
+
+
+def _plan_layers(
+    facts: ModelFacts,
+    problems: Problems,
+    *,
+    degree: int,
+    plan: Mapping[str, Any] | None,
+    sequence_parallel: bool,
+) -> TensorPlan:
     if degree == 1:
         # Nothing is cut, so only what is wrong with the plan itself counts.
         read_user_plan(facts, plan or {}, problems)
@@ -114,6 +137,7 @@ def plan_tensor_parallel(
 def working_degrees(facts: ModelFacts, plan: Mapping[str, Any] | None = None) -> list[int]:
     """Tensor parallel degrees that the sizes of this model allow; [1] if it cannot be cut at all."""
     problems = Problems()
+    facts, _ = _without_side_paths(facts, plan)
     if experts(facts) is not None:
         return [1]
     draft = _draft(facts, plan or {}, problems)

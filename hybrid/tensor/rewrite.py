@@ -16,7 +16,7 @@ from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.collectives.group import Group
 from hybrid.contracts.placement import Cut
-from hybrid.contracts.tensor_facts import ModelFacts, parent_of
+from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.contracts.tensor_plan import ModuleRule, TensorPlan
 from hybrid.errors import ModelError
 from hybrid.tensor.attention import ParallelMultiheadAttention, disable_fast_paths
@@ -111,6 +111,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
     """
     group = cuts.group
     region = CutRegion(group)
+    within_side_paths = CutRegion(group, active=False)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
     dims = _sequence_dims(modules, plan)
@@ -121,6 +122,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
         module = modules[fqn]
         # A plan without sequence parallel, and what lies outside the blocks, works on whole sequences.
         dim = dims.get(fqn) if rule.in_blocks else None
+        here = within_side_paths if _side_path_of(fqn, plan) else region
         match rule.style:
             case "colwise":
                 entry = _entry(fqn, plan, group=group, dim=dim, entries=entries)
@@ -130,7 +132,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
                     cut=_own(cuts, names, module, "weight"),
                     entry=entry,
                     gather_output=rule.gather_output,
-                    region=region,
+                    region=here,
                 )
             case "rowwise":
                 RowParallelLinear.adopt(
@@ -139,7 +141,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
                     cut=_own(cuts, names, module, "weight"),
                     input_is_parallel=not rule.split_input,
                     sequence_dim=dim,
-                    region=region,
+                    region=here,
                 )
             case "vocab":
                 cut = _own(cuts, names, module, "weight")
@@ -158,6 +160,9 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
                     sequence_dim=1 if dim == -2 else dim,
                     memory_is_whole=True,
                 )
+    for fqn, style in plan.side_paths.items():
+        if fqn in modules:
+            _draw_around(modules[fqn], region, style=style)
     for fqn, values in plan.attributes.items():
         for name, value in values.items() if fqn in modules else ():
             if not _set_by_adoption(plan.rules.get(fqn), name):
@@ -217,7 +222,7 @@ def _entry(
 
     Where the parent gathers, nothing is left to do here.
     """
-    parent = parent_of(fqn)
+    parent = plan.caller(fqn)
     if parent in plan.cross_attention:
         if fqn in plan.gather_at:
             return entries.setdefault((fqn, True, 0), Entry(group, sequence_dim=dim))
@@ -231,13 +236,34 @@ def _entry(
     return entries.setdefault((parent, True, _pair(fqn, plan)), Entry(group, sequence_dim=sequence_dim))
 
 
+def _side_path_of(fqn: str, plan: TensorPlan) -> bool:
+    return any(fqn.startswith(f"{path}.") for path in plan.side_paths)
+
+
+def _draw_around(module: nn.Module, region: CutRegion, *, style: str) -> None:
+    """What a side path drops of its input: of a whole one the same on all ranks, of a cut one each its own."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        region.leave()
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if style == "rowwise":
+            region.leave()
+        elif isinstance(output, torch.Tensor):
+            region.enter(output.device)
+
+    if style == "colwise":
+        module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
 def _pair(fqn: str, plan: TensorPlan) -> int:
     """Which of the parent's pairs a column layer belongs to, where attention and feed-forward lie side by side.
 
     The row layers close the pairs in their order. A wrong guess would cost a collective, and no more.
     """
-    parent = parent_of(fqn)
-    siblings = [other for other in plan.rules if parent_of(other) == parent]
+    parent = plan.caller(fqn)
+    siblings = [other for other in plan.rules if plan.caller(other) == parent]
     rows = [other for other in siblings if plan.rules[other].style == "rowwise"]
     before = sum(siblings.index(row) < siblings.index(fqn) for row in rows)
     return max(min(before, len(rows) - 1), 0)

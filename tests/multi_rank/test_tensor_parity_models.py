@@ -22,7 +22,7 @@ __all__ = ["runs"]  # a fixture
 HAND_WRITTEN = tuple(name for name in MODELS if name.startswith("gpt-") or name == "gpt")
 TORCH = tuple(name for name in MODELS if MODELS[name].plan is None and name.startswith(("enc", "dec", "tr", "att")))
 TRANSFORMERS = tuple(name for name in MODELS if name not in (*HAND_WRITTEN, *TORCH))
-DEEP = ("decoder", "attention-weights", "llama-tied", "gpt2")
+DEEP = ("decoder", "attention-weights", "llama-tied", "llama-lora", "gpt2")
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
@@ -32,8 +32,8 @@ def has_blocks(name: str) -> bool:
 
 
 def divides(name: str, tp: int) -> bool:
-    """Whether tp ranks can share the sequence: that of ViT has 9 patches and one token."""
-    return has_blocks(name) and (name != "vit" or tp == 2)
+    """Whether tp ranks can share the sequence: that of ViT has 9 patches and one token, and side paths read it whole."""
+    return has_blocks(name) and name != "llama-lora" and (name != "vit" or tp == 2)
 
 
 def default_cases(name: str) -> list[TensorCase]:
