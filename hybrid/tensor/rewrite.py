@@ -122,7 +122,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
         module = modules[fqn]
         # A plan without sequence parallel, and what lies outside the blocks, works on whole sequences.
         dim = dims.get(fqn) if rule.in_blocks else None
-        here = within_side_paths if _side_path_of(fqn, plan) else region
+        draws = within_side_paths if _side_path_of(fqn, plan) else region
         match rule.style:
             case "colwise":
                 entry = _entry(fqn, plan, group=group, dim=dim, entries=entries)
@@ -132,7 +132,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
                     cut=_own(cuts, names, module, "weight"),
                     entry=entry,
                     gather_output=rule.gather_output,
-                    region=here,
+                    region=draws,
                 )
             case "rowwise":
                 RowParallelLinear.adopt(
@@ -141,7 +141,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
                     cut=_own(cuts, names, module, "weight"),
                     input_is_parallel=not rule.split_input,
                     sequence_dim=dim,
-                    region=here,
+                    region=draws,
                 )
             case "vocab":
                 cut = _own(cuts, names, module, "weight")

@@ -32,7 +32,7 @@ def has_blocks(name: str) -> bool:
 
 
 def divides(name: str, tp: int) -> bool:
-    """Whether tp ranks can share the sequence: that of ViT has 9 patches and one token, and side paths read it whole."""
+    """Whether tp ranks can share the sequence: ViT has 9 patches and one token, side paths read it whole."""
     return has_blocks(name) and name != "llama-lora" and (name != "vit" or tp == 2)
 
 
