@@ -39,7 +39,7 @@ from hybrid.collectives.channel import channel_of, receive, send
 from hybrid.collectives.header import Header
 from hybrid.collectives.ordered_sum import combine
 from hybrid.collectives.scratch import INLINE_BYTES, SCRATCH, Slot
-from hybrid.collectives.shared_memory import NOWHERE
+from hybrid.collectives.shared_memory import NOWHERE, Place
 from hybrid.errors import CollectiveError
 
 __all__ = ["Exchange", "PeerError", "even_bounds"]
@@ -94,7 +94,7 @@ class Exchange:
         self._inline = self._largest_message_elements() * call.dtype.itemsize <= INLINE_BYTES
         self._header = Header.of(call)
         self._header_slots: dict[int, Slot] = {}
-        self._places: dict[int, int] = {}
+        self._places: dict[int, Place] = {}
         self._sent_slots: list[Slot] = []
         self._landing: dict[int, torch.Tensor] = {}
         self._scratch: list[torch.Tensor] = []
@@ -204,7 +204,7 @@ class Exchange:
         """Whether the first message is another one for every peer."""
         return self._inline and self._call.op == "reduce_scatter"
 
-    def _lay_out(self, peer: int) -> int:
+    def _lay_out(self, peer: int) -> Place:
         """Where the peer finds what goes to it, if it need not be sent."""
         return NOWHERE
 
@@ -213,7 +213,7 @@ class Exchange:
         if self._refused is None:
             self._refused = PeerError(self._with_rank(peer, error), peer=peer)
 
-    def _write_slot(self, payload: torch.Tensor, place: int) -> Slot:
+    def _write_slot(self, payload: torch.Tensor, place: Place) -> Slot:
         slot = SCRATCH.take_slot()
         slot.write_header(self._header.numbers, place=place)
         if self._inline and payload.numel():

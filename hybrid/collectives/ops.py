@@ -35,6 +35,7 @@ from hybrid.collectives.native import Native
 from hybrid.collectives.pickled import pickled
 from hybrid.collectives.ranges import waiting
 from hybrid.collectives.shared_exchange import SharedExchange
+from hybrid.collectives.shared_memory import arena
 
 __all__ = [
     "Group",
@@ -45,6 +46,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "empty",
     "even_bounds",
     "get_interposer",
     "reduce_scatter",
@@ -56,6 +58,8 @@ __all__ = [
 # Objects go in one round as far as they fit into this, and the rest in a second one.
 _FIRST_BYTES = 1024
 _LENGTH_BYTES = 8
+# Smaller ones are copied soon enough, and have views that are worth keeping.
+_LEAST_SHARED_BYTES = 4 << 20
 
 
 def all_reduce(
@@ -81,6 +85,7 @@ def reduce_scatter(
     bounds: Sequence[int],
     group: Group,
     out: torch.Tensor | None = None,
+    given_up: bool = False,
     async_op: bool = True,
     tag: int = 0,
     control: bool = False,
@@ -88,7 +93,8 @@ def reduce_scatter(
     """`buffer[bounds[r]:bounds[r+1]]` becomes the sum of that range over the group, r being this rank's index.
 
     With `out`, of as many elements, the sum goes there and all of the buffer is undefined afterwards; else the rest of
-    it is. Ranges may differ in length and may be empty.
+    it is. Ranges may differ in length and may be empty. `given_up`: the caller never writes to the rest again, so that
+    one of `empty` is read where it lies, also after this rank's `wait`.
     """
     _check_bounds(buffer, bounds, group)
     own = slice(bounds[group.rank], bounds[group.rank + 1])
@@ -104,6 +110,7 @@ def reduce_scatter(
         bounds=tuple(bounds),
         reduction="sum",
         out=None if out is None else _flat(out),
+        given_up=given_up,
         tag=tag,
         control=control,
     )
@@ -142,6 +149,13 @@ def broadcast(
         return Handle(None, None)
     call = Call(op="broadcast", group=group, buffer=_flat(buffer), source=source, tag=tag, control=control)
     return _launch(call, async_op=async_op)
+
+
+def empty(num_elements: int, dtype: torch.dtype, *, device: torch.device, group: Group) -> torch.Tensor:
+    """A flat buffer for a `reduce_scatter` that gives it up: where ranks share memory, no byte of it is copied."""
+    if group.near and num_elements * dtype.itemsize >= _LEAST_SHARED_BYTES:
+        return arena().empty(num_elements, dtype, marks=group.size)
+    return torch.empty(num_elements, dtype=dtype, device=device)
 
 
 def all_gather_object(obj: Any, *, group: Group) -> list[Any]:

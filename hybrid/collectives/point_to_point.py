@@ -37,7 +37,7 @@ from hybrid.collectives.dry import DryStream
 from hybrid.collectives.group import Group
 from hybrid.collectives.ops import Sending, get_interposer
 from hybrid.collectives.ranges import waiting
-from hybrid.collectives.shared_memory import NOWHERE, arena
+from hybrid.collectives.shared_memory import NOWHERE, Place, arena
 from hybrid.errors import CollectiveError, ModelError
 
 __all__ = ["AnyStream", "Stream", "as_sent", "open_stream"]
@@ -60,7 +60,7 @@ class _Leaf:
     dtype: torch.dtype
     inline: bytes | None
     """Its bytes if they came with the header."""
-    place: int = NOWHERE
+    place: Place = NOWHERE
     """Where they lie if they are in the sender's arena."""
 
 
@@ -217,7 +217,7 @@ class Stream:
         while sum(one.epoch == self._epoch for one in self._under_way) > window:
             self._complete_first()
 
-    def _lay_out(self, flat: torch.Tensor) -> int:
+    def _lay_out(self, flat: torch.Tensor) -> Place:
         """Where the peer finds it without a transfer; a test backend wants to see one."""
         if self._peer not in self._group.near or get_interposer() is not None:
             return NOWHERE
@@ -320,9 +320,9 @@ class Stream:
             self._wait(work, "receive from")
         return epoch, key, description, tensors
 
-    def _take(self, place: int, into: torch.Tensor) -> None:
+    def _take(self, place: Place, into: torch.Tensor) -> None:
         near, group = self._group.near[self._peer], self._group
-        into.copy_(near.read(place, marks=group.size, num_elements=into.numel(), dtype=into.dtype))
+        into.copy_(near.read(place, num_elements=into.numel(), dtype=into.dtype))
         near.has_read(place, reader=group.rank)
 
     def _launch(self, what: str, start: Callable[[], dist.Work]) -> dist.Work:

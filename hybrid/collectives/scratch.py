@@ -11,9 +11,11 @@ from collections import defaultdict
 
 import torch
 
+from hybrid.collectives.shared_memory import Place
+
 __all__ = ["HEADER_BYTES", "INLINE_BYTES", "SCRATCH", "ScratchPool", "Slot"]
 
-HEADER = struct.Struct("<8q")
+HEADER = struct.Struct("<9q")
 HEADER_BYTES = HEADER.size
 SLOT_BYTES = 4096
 INLINE_BYTES = SLOT_BYTES - HEADER_BYTES
@@ -29,13 +31,13 @@ class Slot:
         self._raw = bytearray(SLOT_BYTES)
         self.tensor = torch.frombuffer(self._raw, dtype=torch.uint8)
 
-    def write_header(self, header: tuple[int, ...], *, place: int) -> None:
-        """What all ranks of a call say alike, and where this one's bytes lie (see `shared_memory`)."""
-        HEADER.pack_into(self._raw, 0, *header, place)
+    def write_header(self, header: tuple[int, ...], *, place: Place) -> None:
+        """What all ranks of a call say alike, and where this one's bytes lie."""
+        HEADER.pack_into(self._raw, 0, *header, *place)
 
-    def read_header(self) -> tuple[tuple[int, ...], int]:
-        *header, place = HEADER.unpack_from(self._raw, 0)
-        return tuple(header), place
+    def read_header(self) -> tuple[tuple[int, ...], Place]:
+        *header, marks, start = HEADER.unpack_from(self._raw, 0)
+        return tuple(header), Place(marks, start)
 
     def payload(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """The bytes behind the header, seen as elements."""

@@ -25,7 +25,7 @@ from hybrid.collectives.call import Call
 from hybrid.collectives.channel import receive, send
 from hybrid.collectives.exchange import Exchange
 from hybrid.collectives.ordered_sum import combine
-from hybrid.collectives.shared_memory import NOWHERE, arena
+from hybrid.collectives.shared_memory import NOWHERE, Place, arena
 
 __all__ = ["SharedExchange"]
 
@@ -49,20 +49,21 @@ class SharedExchange(Exchange):
     def _post_data_receives(self) -> None:
         if self._two_rounds:
             for peer in self._peers:
-                self._notices[peer] = torch.empty(1, dtype=torch.int64)
+                self._notices[peer] = torch.empty(2, dtype=torch.int64)
                 self._second_receives += self._post(receive, peer, self._notices[peer], round_number=_NOTICE_ROUND)
 
     def _differs_by_peer(self) -> bool:
         return super()._differs_by_peer() or (not self._inline and not self._whole and self._call.reduction != "")
 
-    def _lay_out(self, peer: int) -> int:
+    def _lay_out(self, peer: int) -> Place:
         part = self._outgoing(peer)
         if self._inline or not part.numel():
             return NOWHERE
         return self._lend(part, (peer,) if self._differs_by_peer() else self._peers)
 
-    def _lend(self, part: torch.Tensor, readers: Sequence[int]) -> int:
-        return arena().lend(part, readers=readers, marks=self._group.size)
+    def _lend(self, part: torch.Tensor, readers: Sequence[int]) -> Place:
+        given_up = self._call.given_up and not self._two_rounds
+        return arena().lend(part, readers=readers, marks=self._group.size, given_up=given_up)
 
     def _post_data_sends(self) -> None:
         """There is nothing to send beside the headers."""
@@ -81,25 +82,23 @@ class SharedExchange(Exchange):
             self._exchange_sums()
 
     def _exchange_sums(self) -> None:
-        notice = torch.tensor([self._lend(self._own(), self._peers)])
+        notice = torch.tensor(self._lend(self._own(), self._peers))
         for peer in self._peers:
             self._sends += self._post(send, peer, notice, round_number=_NOTICE_ROUND)
         self._wait_all(self._second_receives)
-        self._copy_shards({peer: int(notice) for peer, notice in self._notices.items()})
+        self._copy_shards({peer: Place(*notice.tolist()) for peer, notice in self._notices.items()})
 
-    def _copy_shards(self, places: Mapping[int, int]) -> None:
+    def _copy_shards(self, places: Mapping[int, Place]) -> None:
         for peer, place in places.items():
             if place != NOWHERE:
                 shard = self._shard(peer)
                 shard.copy_(self._read(peer, place, shard))
         self._mark_as_read(places)
 
-    def _read(self, peer: int, place: int, like: torch.Tensor) -> torch.Tensor:
-        return self._group.near[peer].read(
-            place, marks=self._group.size, num_elements=like.numel(), dtype=self._call.dtype
-        )
+    def _read(self, peer: int, place: Place, like: torch.Tensor) -> torch.Tensor:
+        return self._group.near[peer].read(place, num_elements=like.numel(), dtype=self._call.dtype)
 
-    def _mark_as_read(self, places: Mapping[int, int]) -> None:
+    def _mark_as_read(self, places: Mapping[int, Place]) -> None:
         for peer, place in places.items():
             if place != NOWHERE:
                 self._group.near[peer].has_read(place, reader=self._group.rank)

@@ -7,6 +7,8 @@ there still goes over gloo: who is late, gone, or launched something else is fou
     arena       one per process: anonymous memory, gone with the last process that knows it
     place       a range of it that is lent to one message: marks of its readers, one byte for each rank of the group,
                 then the bytes. It is free again when all marks are set
+    buffer      a range that the program works in (`empty`). What is sent of it, and given up, is read where it lies;
+                the range is free when no tensor sees it any more and all marks are set
     neighbour   another rank's arena, seen from here
 
 Nobody waits for room: an arena grows by another segment, which gives its memory back when all of it is free.
@@ -14,10 +16,12 @@ Nobody waits for room: an arena grows by another segment, which gives its memory
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -30,21 +34,34 @@ __all__ = [
     "Arena",
     "Introduction",
     "Neighbour",
+    "Place",
     "arena",
     "introduction",
     "neighbours",
 ]
 
 OFF_VARIABLE: Final = "HYBRID_SHARED_MEMORY"  # "0": this process takes no part, all its messages go over gloo
-NOWHERE: Final = -1
-"""The place of a message that has nothing to lay out."""
 # Enough for the gradients in flight of a model of 40 M parameters. A page costs memory from its first use on only.
 SEGMENT_BYTES: Final = 256 << 20
 _ALIGNMENT_BYTES = 64
 _TOKEN_BYTES = 16
 _LINK_BEGINS = "/memfd:hybrid"
-# A place as one number: the segment's file descriptor, then the offset.
+# The segment's file descriptor and an offset in one number.
 _OFFSET_BITS = 44
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+
+
+class Place(NamedTuple):
+    """Where a message lies in its sender's arena."""
+
+    marks: int
+    """Segment, and offset of the readers' marks."""
+    start: int
+    """Offset of the bytes."""
+
+
+NOWHERE: Final = Place(-1, -1)
+"""Of a message that has nothing to lay out."""
 
 
 class Introduction(NamedTuple):
@@ -66,16 +83,20 @@ class _Mapping:
         self.raw = mmap.mmap(descriptor, self.num_bytes)
         self.bytes = torch.frombuffer(self.raw, dtype=torch.uint8)
 
-    def elements(self, offset: int, *, marks: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        start = offset + _rounded(marks)
+    def elements(self, start: int, *, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return self.bytes[start : start + num_elements * dtype.itemsize].view(dtype)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Lent:
     start: int
     end: int
     marks: int
+    held: bool = False
+    """A tensor of this process sees it."""
+
+    def let_go(self) -> None:
+        self.held = False
 
 
 class _Segment:
@@ -85,10 +106,11 @@ class _Segment:
         self.descriptor = os.memfd_create("hybrid", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, num_bytes)
         self.mapping = _Mapping(self.descriptor)
+        self.address = self.mapping.bytes.data_ptr()
         self._lent: list[_Lent] = []  # by start
 
-    def lend(self, num_bytes: int, *, marks: bytes) -> int | None:
-        """The offset of a range with these marks; None if there is no room.
+    def lend(self, num_bytes: int, *, marks: bytes) -> _Lent | None:
+        """A range with these marks; None if there is no room.
 
         The first gap that is large enough: what is used again soon is in the caches, and its pages are there.
         """
@@ -102,15 +124,25 @@ class _Segment:
         if self.mapping.num_bytes - start < num_bytes:
             return None
         self.mapping.raw[start : start + len(marks)] = marks
-        self._lent.insert(index, _Lent(start, start + num_bytes, len(marks)))
-        return start
+        lent = _Lent(start, start + num_bytes, len(marks))
+        self._lent.insert(index, lent)
+        return lent
 
     def free(self) -> bool:
         """Take back what has been read; whether that was the last of it."""
         held = bool(self._lent)
         raw = self.mapping.raw
-        self._lent = [lent for lent in self._lent if raw[lent.start : lent.start + lent.marks] != b"\1" * lent.marks]
+        self._lent = [
+            lent for lent in self._lent if lent.held or raw[lent.start : lent.start + lent.marks] != b"\1" * lent.marks
+        ]
         return held and not self._lent
+
+    def held_at(self, address: int) -> _Lent | None:
+        """The buffer that lies at this address of the process."""
+        offset = address - self.address
+        if not 0 <= offset < self.mapping.num_bytes:
+            return None
+        return next((lent for lent in self._lent if lent.held and lent.start <= offset < lent.end), None)
 
     def give_back(self) -> None:
         """The memory, not the range of addresses: the next use begins with zeros."""
@@ -136,35 +168,66 @@ class Arena:
     def introduction(self) -> Introduction:
         return Introduction(_boot(), self.process, self._segments[0].descriptor, self._token)
 
+    def empty(self, num_elements: int, dtype: torch.dtype, *, marks: int) -> torch.Tensor:
+        """A flat buffer whose bytes can be sent without a copy; its memory is taken back when no tensor sees it.
+
+        Args:
+            marks: ranks of the group that will read it.
+        """
+        num_bytes = num_elements * dtype.itemsize
+        segment, lent = self._find_room(_rounded(marks) + _rounded(num_bytes), b"\1" * marks)
+        lent.held = True
+        memory = (ctypes.c_char * num_bytes).from_buffer(segment.mapping.raw, lent.start + _rounded(marks))
+        weakref.finalize(memory, lent.let_go).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)
+
     @torch.no_grad()
-    def lend(self, part: torch.Tensor, *, readers: Iterable[int], marks: int) -> int:
-        """A place that holds a copy of `part` until every reader has set its mark.
+    def lend(self, part: torch.Tensor, *, readers: Iterable[int], marks: int, given_up: bool = False) -> Place:
+        """Where `part` can be read until every reader has set its mark.
 
         Args:
             part: flat and contiguous.
             readers: which of the `marks` ranks of the group will read it.
+            given_up: nobody will write to its memory again. If that is a buffer of `empty`, it is read there.
         """
+        readers = list(readers)
+        self.sent_bytes += part.nbytes * len(readers)
+        if given_up and (place := self._in_place(part, readers, marks)) is not None:
+            return place
         unread = bytearray(b"\1" * marks)
         for reader in readers:
             unread[reader] = 0
-        num_bytes = _rounded(marks) + _rounded(part.nbytes)
-        segment, offset = self._find_room(num_bytes, bytes(unread))
-        segment.mapping.elements(offset, marks=marks, num_elements=part.numel(), dtype=part.dtype).copy_(part)
-        self.sent_bytes += part.nbytes * unread.count(0)
-        return segment.descriptor << _OFFSET_BITS | offset
+        segment, lent = self._find_room(_rounded(marks) + _rounded(part.nbytes), bytes(unread))
+        start = lent.start + _rounded(marks)
+        segment.mapping.elements(start, num_elements=part.numel(), dtype=part.dtype).copy_(part)
+        return Place(segment.descriptor << _OFFSET_BITS | lent.start, start)
 
-    def _find_room(self, num_bytes: int, marks: bytes) -> tuple[_Segment, int]:
+    def _in_place(self, part: torch.Tensor, readers: Sequence[int], marks: int) -> Place | None:
+        address = part.data_ptr()
+        for segment in self._segments:
+            lent = segment.held_at(address)
+            if lent is None or lent.marks != marks:
+                continue
+            raw = segment.mapping.raw
+            if any(raw[lent.start + reader] == 0 for reader in readers):
+                return None  # one mark cannot stand for two messages
+            for reader in readers:
+                raw[lent.start + reader] = 0
+            return Place(segment.descriptor << _OFFSET_BITS | lent.start, address - segment.address)
+        return None
+
+    def _find_room(self, num_bytes: int, marks: bytes) -> tuple[_Segment, _Lent]:
         for later in self._segments[1:]:
             if later.free():
                 later.give_back()
         for segment in self._segments:
-            if (offset := segment.lend(num_bytes, marks=marks)) is not None:
-                return segment, offset
+            if (lent := segment.lend(num_bytes, marks=marks)) is not None:
+                return segment, lent
         # Segments stay for good: a descriptor that came to mean another file would mislead whoever has it mapped.
         self._segments.append(_Segment(max(SEGMENT_BYTES, _ALIGNMENT_BYTES + num_bytes)))
-        offset = self._segments[-1].lend(num_bytes, marks=marks)
-        assert offset is not None
-        return self._segments[-1], offset
+        lent = self._segments[-1].lend(num_bytes, marks=marks)
+        assert lent is not None
+        return self._segments[-1], lent
 
     @property
     def lent_bytes(self) -> int:
@@ -189,14 +252,14 @@ class Neighbour:
         if first.raw[:_TOKEN_BYTES] != introduced.token:
             raise OSError(f"process {introduced.process} has another arena")
 
-    def read(self, place: int, *, marks: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, place: Place, *, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """What lies there: to be read only, and only until `has_read`."""
-        segment = self._segment(place >> _OFFSET_BITS)
-        return segment.elements(_offset(place), marks=marks, num_elements=num_elements, dtype=dtype)
+        segment = self._segment(place.marks >> _OFFSET_BITS)
+        return segment.elements(place.start, num_elements=num_elements, dtype=dtype)
 
-    def has_read(self, place: int, *, reader: int) -> None:
+    def has_read(self, place: Place, *, reader: int) -> None:
         """The reader (index in the group) will not look there again."""
-        self._segment(place >> _OFFSET_BITS).raw[_offset(place) + reader] = 1
+        self._segment(place.marks >> _OFFSET_BITS).raw[(place.marks & _OFFSET_MASK) + reader] = 1
 
     def _segment(self, descriptor: int) -> _Mapping:
         if descriptor not in self._segments:
@@ -210,10 +273,6 @@ class Neighbour:
             finally:
                 os.close(opened)
         return self._segments[descriptor]
-
-
-def _offset(place: int) -> int:
-    return place & ((1 << _OFFSET_BITS) - 1)
 
 
 def _rounded(num_bytes: int) -> int:

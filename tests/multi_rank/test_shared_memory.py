@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -12,12 +13,12 @@ import torch.distributed as dist
 
 from hybrid.collectives import ops, shared_memory
 from hybrid.collectives.point_to_point import Stream
-from hybrid.collectives.shared_memory import OFF_VARIABLE, Arena, Introduction, Neighbour, arena
+from hybrid.collectives.shared_memory import OFF_VARIABLE, Arena, Introduction, Neighbour, Place, arena
 from tests.multi_rank.worlds import shard_group
 from tests.ranks import run_ranks
 
 
-def lend(lender: Arena, num_elements: int, value: float, readers: tuple[int, ...] = (1,)) -> int:
+def lend(lender: Arena, num_elements: int, value: float, readers: tuple[int, ...] = (1,)) -> Place:
     return lender.lend(torch.full((num_elements,), value), readers=readers, marks=3)
 
 
@@ -31,7 +32,7 @@ def test_a_place_is_lent_again_when_all_have_read_it() -> None:
     third = lend(lender, 1000, 3.0)
     assert len({first, second, third}) == 3, "rank 2 has not read the first one"
     for place, value in ((first, 1.0), (second, 2.0), (third, 3.0)):
-        read = reader.read(place, marks=3, num_elements=1000, dtype=torch.float32)
+        read = reader.read(place, num_elements=1000, dtype=torch.float32)
         assert torch.equal(read, torch.full((1000,), value))
     reader.has_read(first, reader=2)
     assert lend(lender, 2000, 4.0) not in (first, second, third), "one that is too long goes behind them"
@@ -54,11 +55,40 @@ def test_without_room_an_arena_grows_and_gives_back(monkeypatch: pytest.MonkeyPa
     assert resident_bytes(lender) > 4 << 20
     for number, place in enumerate(places):
         num_elements = 1 << 20 if number == 5 else 12_000
-        read = reader.read(place, marks=3, num_elements=num_elements, dtype=torch.float32)
+        read = reader.read(place, num_elements=num_elements, dtype=torch.float32)
         assert torch.equal(read, torch.full((num_elements,), float(number)))
         reader.has_read(place, reader=1)
     assert lend(lender, 12_000, 6.0) == places[0]
     assert resident_bytes(lender) <= 1 << 16, "only the first segment keeps its memory"
+
+
+def test_a_buffer_that_is_given_up_is_read_where_it_lies() -> None:
+    """Protects it from being lent again while a tensor sees it, or a rank has not read it."""
+    lender = Arena()
+    reader = Neighbour(lender.introduction())
+    buffer = lender.empty(3000, torch.float32, marks=3)
+    buffer.copy_(torch.arange(3000.0))
+    places = [
+        lender.lend(buffer[1000 * rank : 1000 * (rank + 1)], readers=(rank,), marks=3, given_up=True) for rank in (0, 2)
+    ]
+    assert places[0].marks == places[1].marks, "one range, in which nothing was copied"
+    again = lender.lend(buffer[:1000], readers=(0,), marks=3, given_up=True)
+    assert again.marks != places[0].marks, "rank 0 has a message there that it has not read"
+    copied = lender.lend(buffer[:1000], readers=(1,), marks=3)
+    assert copied.marks != places[0].marks, "the sender may write to what it has not given up"
+    view = buffer[2500:]
+    del buffer
+    gc.collect()
+    for rank, place in zip((0, 2), places, strict=True):
+        read = reader.read(place, num_elements=1000, dtype=torch.float32)
+        assert torch.equal(read, torch.arange(1000.0) + 1000 * rank)
+        reader.has_read(place, reader=rank)
+    other = lender.empty(3000, torch.float32, marks=3)
+    assert other.data_ptr() > view.data_ptr(), "somebody still sees the end of it"
+    assert view[-1] == 2999
+    first = view.data_ptr() - 4 * 2500
+    del view
+    assert lender.empty(3000, torch.float32, marks=3).data_ptr() == first
 
 
 def other_process(introduced: Introduction) -> Introduction:
