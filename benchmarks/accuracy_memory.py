@@ -66,8 +66,7 @@ _SOURCES: dict[str, Source] = {
     "internevo": Source(
         software="internevo", device="A100-SXM-80GB", per_node=8,
         precision=Precision(gradient=2, reduce=2),
-        is_flash=True, has_dropout=False, logit_bytes=6, is_device=True, limit=8,
-        fit="internlm-7b",
+        is_flash=True, has_dropout=False, logit_bytes=6, is_device=True, limit=8, fit="all",
     ),
     "sailor": Source(
         software="sailor", device="GH200-96GB", per_node=4,
@@ -177,13 +176,9 @@ def _cluster(gpus: int, device: str, per_node: int) -> Cluster:
 
 def _is_fit(row: dict[str, str]) -> bool:
     """Whether the run was looked at when a constant, or what the model is taken for, was chosen."""
-    match row["dataset"]:
-        case "simumax":
-            return row["model"].startswith("llama") or (row["model"], row["ep"]) == ("deepseek-v3", "8")
-        case "internevo":
-            return row["model"] == "internlm-7b"
-        case _:
-            return True
+    if row["dataset"] != "simumax":
+        return True
+    return row["model"].startswith("llama") or (row["model"], row["ep"]) == ("deepseek-v3", "8")
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from hybrid.planner.architecture import Experts, Kernels, LatentAttention
+from hybrid.planner.architecture import Experts, LatentAttention
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.transformer import deepseek_spec, gpt_spec, llama_spec
 
@@ -37,9 +37,9 @@ def model_of(row: Mapping[str, str], dataset: str) -> ModelSpec:
             vocab = -(-vocab // (_VOCAB_MULTIPLE * tp)) * _VOCAB_MULTIPLE * tp
         # GPT-Neo and OPT are trained without dropout: eth-easl/sailor third_party/Megatron-DeepSpeed, gpt_neo_model.py.
         return _gpt(row["model"], layers, hidden, heads, vocab, seq, dataset != "sailor")
-    # InternEvo's modules of 2023 are written in single PyTorch operations but for attention.
-    kernels = "eager" if dataset == "internevo" else "fused"
-    return _llama(row["model"], layers, hidden, heads, int(row["kv_heads"]), ffn, vocab, seq, kernels)
+    # InternEvo too has one kernel each for norms and rotary positions: internlm/model/utils.py takes Apex's
+    # MixedFusedRMSNorm (its installation asks for Apex), embedding.py flash-attention's rotary kernel.
+    return _llama(row["model"], layers, hidden, heads, int(row["kv_heads"]), ffn, vocab, seq)
 
 
 @cache
@@ -48,10 +48,8 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, seq: int, 
 
 
 @cache
-def _llama(
-    name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int, kernels: Kernels
-) -> ModelSpec:
+def _llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int) -> ModelSpec:
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab, "seq": seq}
     if name in _EXPERTS:
         return deepseek_spec(name, latent=_LATENT, experts=_EXPERTS[name], **shape)
-    return llama_spec(name, kv_heads=kv_heads, kernels=kernels, **shape)
+    return llama_spec(name, kv_heads=kv_heads, **shape)

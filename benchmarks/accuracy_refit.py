@@ -52,7 +52,7 @@ STAGES = (
     Stage(
         datasets=("internevo",),
         parameters=_of(
-            "internevo", traffic_fraction=(0.5, 6.0), owner_seconds=(1e-5, 1e-2)
+            "internevo", matmul_fraction=(0.7, 1.05), owner_seconds=(1e-5, 1e-2)
         ),
     ),
     Stage(

@@ -2,6 +2,7 @@
 
 One table per data set: the rows that constants were fitted on, the rows held out, another simulator's errors on the
 same rows where it has published them, and whether layouts of one model on one machine come out in the right order.
+At the end what the project wants of them and of memory, line by line.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from benchmarks.accuracy_metrics import Errors, errors_of, spearman
 from benchmarks.accuracy_refit import leave_one_out, refit
 from benchmarks.accuracy_rivals import rival_errors
 from benchmarks.accuracy_rows import SETTINGS, Point, datasets, points
+from benchmarks.accuracy_targets import memory_targets, target_table, time_targets
 
 __all__ = ["Result", "result_of"]
 
@@ -163,6 +165,7 @@ def main() -> None:
         for note in _notes(result):
             console.print(note)
         console.print()
+    console.print(target_table([*time_targets(results), *memory_targets()]))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class FrameworkProfile:
     source: str
     date: str
     step_bytes_masters: float = 0.0
+    gathers_apart: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -104,7 +105,7 @@ def _interval(layer: str, kind: str) -> Interval:
     return Interval(low=float(entry["low"]), expected=float(entry["expected"]), high=float(entry["high"]))
 
 
-def reserved_bytes(tensors_bytes: int, *, is_processor: bool) -> Interval:
+def reserved_bytes(tensors_bytes: float, *, is_processor: bool) -> Interval:
     """What the allocator keeps for so many bytes of tensors."""
     return _interval("allocator", _kind(is_processor)).times(tensors_bytes)
 
