@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hybrid import shims
 
-__all__ = ["Leaves", "Sink", "embedding", "offer", "product", "sink_for", "write_product"]
+__all__ = ["Leaves", "Sink", "embedding", "has_sink", "offer", "product", "sink_for", "write_product"]
 
 
 class Sink(Protocol):
@@ -27,20 +27,32 @@ class Sink(Protocol):
     def is_open(self, dtype: torch.dtype) -> bool:
         """In backward, without a graph: whether an addend of this dtype may come here instead of through autograd."""
 
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left @ right, of the parameter's shape."""
+    def add_product(self, left: torch.Tensor, right: torch.Tensor, *, rows: tuple[int, int] | None = None) -> None:
+        """Add left @ right, of the parameter's shape, or of that of its rows from `rows[0]` to before `rows[1]`."""
 
     def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Add each of `rows` (n, width) to the row of the parameter that `indices` (n,) names."""
 
 
-# id of a parameter -> its sink. An entry lives as long as the sink, whose owner keeps the parameter alive.
-_sinks: weakref.WeakValueDictionary[int, Sink] = weakref.WeakValueDictionary()
+# id of a parameter -> its sink. An entry lives as long as the sink, whose owner keeps the parameter alive. Every layer
+# asks it in every forward, so it is a plain dict.
+_sinks: dict[int, weakref.ref[Sink]] = {}
 
 
 def offer(parameter: torch.Tensor, sink: Sink) -> None:
     """From now on layers may write the gradient of this parameter there. The caller keeps the sink alive."""
-    _sinks[id(parameter)] = sink
+    key = id(parameter)
+
+    def end(reference: weakref.ref[Sink]) -> None:
+        if _sinks.get(key) is reference:
+            del _sinks[key]
+
+    _sinks[key] = weakref.ref(sink, end)
+
+
+def has_sink(weight: torch.Tensor) -> bool:
+    """Whether anybody offers one for it."""
+    return id(weight) in _sinks
 
 
 def sink_for(tensor: torch.Tensor, weight: torch.Tensor) -> Sink | None:
@@ -51,7 +63,8 @@ def sink_for(tensor: torch.Tensor, weight: torch.Tensor) -> Sink | None:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    sink = _sinks.get(id(weight))
+    reference = _sinks.get(id(weight))
+    sink = None if reference is None else reference()
     if sink is None or not weight.requires_grad or torch.jit.is_tracing():
         return None
     if type(weight) is not torch.nn.Parameter:
@@ -64,10 +77,12 @@ def sink_for(tensor: torch.Tensor, weight: torch.Tensor) -> Sink | None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def write_product(sink: Sink | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """In backward: left @ right, or None if the sink took it."""
+def write_product(
+    sink: Sink | None, left: torch.Tensor, right: torch.Tensor, *, rows: tuple[int, int] | None = None
+) -> torch.Tensor | None:
+    """In backward: left @ right, or None if the sink took it. `rows`: of the parameter, if not all of them."""
     if sink is not None and not torch.is_grad_enabled() and sink.is_open(left.dtype):
-        sink.add_product(left, right)
+        sink.add_product(left, right, rows=rows)
         return None
     return left @ right
 

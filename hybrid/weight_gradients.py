@@ -5,7 +5,8 @@
     W   `WeightGradients.accumulate()`: one parameter after the other, in the order in which backward came to them
 
 W enters the graph where the gradient of a parameter does (its accumulating node), so whoever waits there sees in W what
-a whole backward would have shown him. It reads no weights: they may be cut and freed after I. Two calls of
+a whole backward would have shown him; what a linear layer has kept, by a node before it that computes the product, or
+writes it where it is to lie (`gradient_sinks`). It reads no weights: they may be cut and freed after I. Two calls of
 `torch.autograd.grad` would do the same, and run all that is common to both halves twice.
 """
 
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from hybrid.errors import ModelError
 
 __all__ = [
     "PutOff",
+    "Rows",
     "WeightGradients",
     "embedding",
     "linear",
@@ -38,13 +40,21 @@ __all__ = [
 _Compute = Callable[[], torch.Tensor]
 
 
+@dataclass(slots=True)
+class _Left:
+    """Of one parameter: gradients, and nodes that compute some."""
+
+    gradients: list[_Compute] = field(default_factory=list)
+    products: list[torch.Tensor] = field(default_factory=list)
+
+
 class WeightGradients:
     """What one backward has left to do."""
 
     _current: WeightGradients | None = None  # of the backward that runs: autograd may run it in threads of its own
 
     def __init__(self) -> None:
-        self._left: dict[Node, list[_Compute]] = {}
+        self._left: dict[Node, _Left] = {}
 
     @classmethod
     def current(cls) -> WeightGradients | None:
@@ -63,18 +73,28 @@ class WeightGradients:
 
     def add(self, node: Node, compute: _Compute) -> None:
         """`compute` gives an addend of the gradient that enters at `node`."""
-        self._left.setdefault(node, []).append(compute)
+        self._left.setdefault(node, _Left()).gradients.append(compute)
+
+    def add_product(self, node: Node, product: torch.Tensor) -> None:
+        """A backward from `product` comes to `node` with an addend, or has put it where it belongs."""
+        self._left.setdefault(node, _Left()).products.append(product)
 
     def accumulate(self) -> None:
         """Compute what is left; what it needed is freed parameter by parameter."""
         with torch.no_grad():
             while self._left:
                 node = next(iter(self._left))
-                first, *others = self._left.pop(node)
-                gradient = first()
-                for other in others:
-                    gradient = gradient + other()
-                torch.autograd.backward([GradientEdge(node, 0)], [gradient])
+                left = self._left.pop(node)
+                edges = [get_gradient_edge(product) for product in left.products]
+                gradients = [product.detach() for product in left.products]
+                if left.gradients:
+                    first, *others = left.gradients
+                    gradient = first()
+                    for other in others:
+                        gradient = gradient + other()
+                    edges.append(GradientEdge(node, 0))
+                    gradients.append(gradient)
+                torch.autograd.backward(edges, gradients)
 
 
 class _State:
@@ -96,18 +116,43 @@ def splits(weight: torch.Tensor) -> bool:
     return _State.is_splitting and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a parameter that serve as a weight of their own."""
+
+    parameter: torch.Tensor
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOff:
     """The gradient of a weight that is left to W."""
 
     node: Node
-    dtype: torch.dtype
-    is_transposed: bool
+    product: torch.Tensor
+    """Without elements: behind it is the node that computes the gradient, and behind that one `node`."""
+    factors: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
-    def of(cls, weight: torch.Tensor, *, is_transposed: bool) -> PutOff:
-        """To be made in forward, while the weight is an ordinary tensor."""
-        return cls(node=get_gradient_edge(weight).node, dtype=weight.dtype, is_transposed=is_transposed)
+    def of(
+        cls, tensor: torch.Tensor, weight: torch.Tensor, *, is_transposed: bool, part_of: Rows | None = None
+    ) -> PutOff | None:
+        """To be made in forward, where `tensor` meets the weight, which is an ordinary tensor there.
+
+        Args:
+            part_of: where the weight lies, if it is a part of a parameter.
+
+        Returns:
+            None if the gradient of this weight is not to be put off.
+        """
+        whole = weight if part_of is None else part_of.parameter
+        if not splits(whole):
+            return None
+        factors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sink = gradient_sinks.sink_for(tensor, whole)
+        product = cast(torch.Tensor, _WeightProduct.apply(whole, factors, sink, is_transposed, part_of))
+        return cls(node=get_gradient_edge(whole).node, product=product, factors=factors)
 
     def leave(self, gradient: torch.Tensor, tensor: torch.Tensor) -> None:
         """In backward: what it will be computed from, the gradient of the output and the input."""
@@ -117,23 +162,60 @@ class PutOff:
                 "a linear layer is differentiated inside a forward or a loss (torch.autograd.grad, a penalty), "
                 "and the schedule splits each backward: its weight's gradient would be left out; use schedule '1f1b'"
             )
+        self.factors.append((gradient.detach(), tensor.detach()))
+        left.add_product(self.node, self.product)
 
-        def compute() -> torch.Tensor:
-            return weight_gradient(gradient, tensor, is_transposed=self.is_transposed).to(self.dtype)
 
-        left.add(self.node, compute)
+class _WeightProduct(torch.autograd.Function):
+    """Its backward, in W, is the gradient of a weight from what a layer has left."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        factors: list[tuple[torch.Tensor, torch.Tensor]],
+        sink: gradient_sinks.Sink | None,
+        is_transposed: bool,
+        part_of: Rows | None,
+    ) -> torch.Tensor:
+        ctx.factors, ctx.sink, ctx.is_transposed = factors, sink, is_transposed
+        ctx.shape, ctx.dtype = weight.shape, weight.dtype
+        ctx.rows = None if part_of is None else (part_of.start, part_of.stop)
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient, tensor = ctx.factors.pop()
+        gradient, tensor = gradient.reshape(-1, gradient.shape[-1]), tensor.reshape(-1, tensor.shape[-1]).conj()
+        factors = (tensor.t(), gradient) if ctx.is_transposed else (gradient.t(), tensor)
+        product = gradient_sinks.write_product(ctx.sink, *factors, rows=ctx.rows)
+        if product is not None and ctx.rows is not None:
+            start, stop = ctx.rows
+            part, product = product, product.new_zeros(ctx.shape)
+            product[start:stop] = part
+        return (None if product is None else product.to(ctx.dtype)), None, None, None, None
 
 
 def linear(
-    tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_transposed: bool = False
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    is_transposed: bool = False,
+    part_of: Rows | None = None,
 ) -> torch.Tensor:
     """tensor @ weight.T + bias, (..., in) -> (..., out); a transposed weight (of a Conv1D) is (in, out).
 
     Where the backward will be split, the gradient of the weight is put off; else it may be written where it is to lie.
+
+    Args:
+        part_of: where the weight lies, if it is no parameter itself.
     """
     autocast = torch.is_autocast_enabled(tensor.device.type)
-    if tensor.requires_grad and splits(weight):
-        put_off = PutOff.of(weight, is_transposed=is_transposed)
+    put_off = None
+    if tensor.requires_grad:
+        put_off = PutOff.of(tensor, weight, is_transposed=is_transposed, part_of=part_of)
+    if put_off is not None:
         if autocast:  # what is kept is what the product reads
             dtype = torch.get_autocast_dtype(tensor.device.type)
             tensor, weight, bias = tensor.to(dtype), weight.detach().to(dtype), None if bias is None else bias.to(dtype)
@@ -226,7 +308,10 @@ class _Linear(_TakenOver):
     bias: torch.Tensor | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(input, self.weight, self.bias)
+        weight = self.weight
+        if not (_State.is_splitting or gradient_sinks.has_sink(weight)):
+            return functional.linear(input, weight, self.bias)
+        return linear(input, weight, self.bias)
 
 
 class _Conv1D(_TakenOver):

@@ -141,7 +141,7 @@ def _batch(runtime: Runtime, inputs: Sequence[Any]) -> AbstractContextManager[No
     staged = runtime.stages.staged
     if not isinstance(staged, OwnForwardModel):
         return nullcontext()
-    return staged.batch(inputs.__getitem__, num_micro_batches=len(inputs), seed=draw_seed(runtime.mesh))
+    return staged.batch(inputs, seed=draw_seed(runtime.mesh))
 
 
 def _pairs(

@@ -61,7 +61,7 @@ def find_crossings(runtime: Runtime, batch: Batch) -> Crossings:
     inside: AbstractContextManager[None] = nullcontext()
     if isinstance(staged, OwnForwardModel):
         inputs, _ = inputs_and_labels((batch.sample, None), has_loss_fn=True)
-        inside = staged.batch(lambda _: inputs, seed=0)
+        inside = staged.batch([inputs], seed=0)
     with inside:
         for chunk in range(staged.num_chunks - 1):
             crossing, tensors = take_apart(staged.run_chunk(chunk, 0, value))

@@ -14,7 +14,7 @@ import torch
 
 from hybrid.precision.tree import map_leaves, map_tensors
 
-__all__ = ["Given", "Outline", "Returned", "map_with_paths", "outline_of", "tensors_by_path"]
+__all__ = ["Given", "Outline", "Returned", "leaf_of", "map_with_paths", "outline_of", "tensors_by_path"]
 
 
 class Given(NamedTuple):
@@ -70,10 +70,15 @@ def outline_of(
         if path in passes:
             return Given(passes[path])
         made[path] = tensor
-        leaf = Returned(path, tuple(tensor.shape), tensor.dtype)
-        return known.setdefault(leaf, leaf)
+        return leaf_of(path, tensor, known)
 
     return Outline(map_with_paths(output, place)), made
+
+
+def leaf_of(path: str, tensor: torch.Tensor, known: dict[Returned, Returned]) -> Returned:
+    """What stands for a tensor in an outline; `known` as there."""
+    leaf = Returned(path, tuple(tensor.shape), tensor.dtype)
+    return known.setdefault(leaf, leaf)
 
 
 def map_with_paths(value: Any, function: Callable[[str, torch.Tensor], Any]) -> Any:

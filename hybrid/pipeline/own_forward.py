@@ -14,7 +14,7 @@ is drawn between calls is the same in every chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -37,12 +37,10 @@ from hybrid.pipeline.random_state import kept_generators, set_generators
 from hybrid.pipeline.root_hooks import around_units, check_backward_hooks_around, keep_to_the_ends
 from hybrid.pipeline.shells import Shells
 from hybrid.pipeline.unit_class import watch_calls
-from hybrid.pipeline.ways import Ways
+from hybrid.pipeline.ways import Inputs, Way, Ways
 from hybrid.precision.tree import map_tensors
 
 __all__ = ["OwnForwardModel"]
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Leave(BaseException):
@@ -87,7 +85,7 @@ class OwnForwardModel:
         self.on_leave: Callable[[], None] = lambda: None
         """Called when a chunk leaves the forward in its middle."""
         self._forward: Callable[..., Any] = model.forward
-        self._batch: Callable[[int], Inputs] | None = None
+        self._batch: Sequence[tuple[Inputs, Way]] | None = None  # by micro-batch
         self._shells = Shells(
             model,
             lambda module, name: any(self._is_own(c) for c in self._holders.of_slot(module, name)),
@@ -174,20 +172,18 @@ class OwnForwardModel:
         self._backward_of = (chunk, micro_batch)
 
     @contextmanager
-    def batch(self, inputs: Callable[[int], Inputs], *, num_micro_batches: int = 0, seed: int) -> Iterator[None]:
-        """Inside, chunks run on this batch.
+    def batch(self, inputs: Sequence[Inputs], *, seed: int) -> Iterator[None]:
+        """Inside, chunks run on this batch. The ways of all micro-batches are looked at first, alike on all stages.
 
         Args:
-            inputs: micro-batch -> what the model is called with.
-            num_micro_batches: of those, the ways are looked at before anything runs, alike on all stages.
+            inputs: of each micro-batch, what the model is called with.
             seed: where random numbers come from, equal on all ranks of a pipeline; afterwards they go on as before.
 
         Raises:
             ModelError: a forward that cannot be followed, or needs what the stages do not hold.
         """
-        for args, kwargs in map(inputs, range(num_micro_batches)):
-            self._ways.of(args, kwargs, model=self._model)
-        self._seed, self._batch = seed, inputs
+        batch = list(zip(inputs, self._ways.of_all(inputs, model=self._model), strict=True))
+        self._seed, self._batch = seed, batch
         try:
             with kept_generators(self._device):
                 yield
@@ -211,8 +207,7 @@ class OwnForwardModel:
         )
         check_backward_hooks_around(self._around)
         assert self._batch is not None
-        args, kwargs = self._batch(micro_batch)
-        way = self._ways.of(args, kwargs, model=self._model)
+        (args, kwargs), way = self._batch[micro_batch]
         if way.flow.writes_inputs:
             args, kwargs = (map_tensors(one, torch.clone) for one in (args, kwargs))
         run = ChunkRun(
@@ -267,8 +262,9 @@ class OwnForwardModel:
         if index < run.calls.start:
             output = run.returned_elsewhere(index, args, kwargs)
         else:
-            args, kwargs = without_caches(args, kwargs, refusal=functools.partial(full_cache, name))
-            check_present((args, kwargs), f"reach {name!r}")
+            if kwargs or not all(type(arg) is torch.Tensor for arg in args):  # else there is nothing to find
+                args, kwargs = without_caches(args, kwargs, refusal=functools.partial(full_cache, name))
+                check_present((args, kwargs), f"reach {name!r}")
             run.is_inside = True
             try:
                 output = own(*args, **kwargs)

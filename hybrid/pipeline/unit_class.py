@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,9 +31,7 @@ def watch_calls(units: Mapping[str, nn.Module], on_call: OnCall) -> None:
 
 def _watching(base: Any, names: Mapping[int, str], on_call: OnCall) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def own(*args: Any, **kwargs: Any) -> Any:
-            return base.__call__(self, *args, **kwargs)
-
+        own = functools.partial(base.__call__, self)
         name = names.get(id(self))  # None of a copy
         return own(*args, **kwargs) if name is None else on_call(name, own, args, kwargs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,10 @@ from hybrid.pipeline.flow import Flow, Place, assign_chunks, crossing_values
 from hybrid.pipeline.holders import Holders
 from hybrid.pipeline.plan import OwnForwardPlan, modes_key, modes_of, signature_of
 
-__all__ = ["Way", "Ways"]
+__all__ = ["Inputs", "Way", "Ways"]
+
+# What a model is called with.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # A forward that goes another way for other sizes or numbers is a rare thing, and looking takes time: after so many
 # alike, enough.
@@ -62,13 +65,17 @@ class Ways:
             kind = plan.kind[0], bytes([True]) * len(self._modules)
             self._known[kind] = {plan.sizes: _way(plan.in_training, chunks)}
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, model: nn.Module) -> Way:
-        """What the forward does with these inputs.
+    def of_all(self, inputs: Iterable[Inputs], *, model: nn.Module) -> list[Way]:
+        """What the forward does with each of these inputs, its modules in the modes in which they are now.
 
         Raises:
             ModelError: a value that cannot be followed, or the stages do not hold what this way needs.
         """
-        known = self._known.setdefault((signature_of((args, kwargs), sizes=False), modes_key(self._modules)), {})
+        modes = modes_key(self._modules)
+        return [self._of(args, kwargs, modes, model) for args, kwargs in inputs]
+
+    def _of(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: bytes, model: nn.Module) -> Way:
+        known = self._known.setdefault((signature_of((args, kwargs), sizes=False), modes), {})
         sizes = signature_of((args, kwargs), sizes=True)
         if sizes in known:
             return known[sizes]

@@ -23,28 +23,32 @@ _LEAST_ELEMENTS = 2**15
 
 
 class BucketSink:
-    """See `hybrid.gradient_sinks.Sink`. It does not keep the reducer alive: graphs hold sinks."""
+    """See `hybrid.gradient_sinks.Sink`. It keeps neither the reducer nor its buffers alive: graphs hold sinks."""
 
     def __init__(self, reducer: Reducer, bucket: Bucket, position: int) -> None:
         self._reducer = weakref.ref(reducer)
-        self._bucket, self._position = bucket, position
-        self._parameter = bucket.parameters[position]
-        self._node = torch.autograd.graph.get_gradient_edge(self._parameter).node
+        self._index, self._position = bucket.index, position
+        self._dtype = bucket.key.grad_dtype
+        self._node = torch.autograd.graph.get_gradient_edge(bucket.parameters[position]).node
 
     def is_open(self, dtype: torch.dtype) -> bool:
         reducer = self._reducer()
+        if reducer is None or dtype != self._dtype or WeightGradients.current() is not None:
+            return False
+        parameter = reducer.buckets[self._index].parameters[self._position]
         return (
-            reducer is not None
-            and dtype == self._bucket.key.grad_dtype
-            and WeightGradients.current() is None
-            and self._parameter.requires_grad  # not frozen since forward
+            parameter.requires_grad  # not frozen since forward
             and not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled())
-            and not shims.has_gradient_hooks(self._parameter)
+            and not shims.has_gradient_hooks(parameter)
             and shims.will_run(self._node)
         )
 
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def add_product(self, left: torch.Tensor, right: torch.Tensor, *, rows: tuple[int, int] | None = None) -> None:
         view, is_filled = self._open_view()
+        if rows is not None:
+            if not is_filled:
+                view.zero_()
+            view, is_filled = view[rows[0] : rows[1]], True
         if is_filled:
             torch.addmm(view, left, right, out=view)
         else:
@@ -60,8 +64,9 @@ class BucketSink:
         """Where to write, and whether something is there that counts; it counts from now on."""
         reducer = self._reducer()
         assert reducer is not None  # `is_open` was asked just before
-        reducer.foresee_gradient(self._bucket, self._position)
-        return self._bucket.open_view(self._position)
+        bucket = reducer.buckets[self._index]
+        reducer.foresee_gradient(bucket, self._position)
+        return bucket.open_view(self._position)
 
 
 def offer_sinks(reducer: Reducer) -> list[BucketSink]:

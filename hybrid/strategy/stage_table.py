@@ -8,7 +8,7 @@ from itertools import groupby
 from math import fsum
 from typing import Any
 
-from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank, chunks_on
+from hybrid.contracts.chunk_placement import chunk_rank, chunks_on
 from hybrid.contracts.schedule import Schedule
 from hybrid.contracts.schedule_choice import schedule_name
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
@@ -231,9 +231,9 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
     except StrategyError as error:
         problems += [f"pipeline_configs: {problem}" for problem in error.problems]
     try:
+        own = own_stages(given, wanted, sample=sample)
         # Of a schedule that cannot be the layers may be wrong as well: split them for one that can.
-        can_be = replace(wanted, schedule=_any_schedule(wanted))
-        own = own_stages(given, can_be, sample=sample)
+        can_be = replace(wanted, schedule="1f1b" if wanted.virtual_stages == 1 else "interleaved")
         chunks = own.chunks if own is not None else chunks_of(given, can_be, sample=sample)
     except StrategyError as error:
         raise StrategyError([*problems, *error.problems]) from None
@@ -267,13 +267,6 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
 
 def _stage_of(chunk: int, settings: PipelineSettings) -> int:
     return chunk_rank(chunk, settings.degree, settings.placement)
-
-
-def _any_schedule(settings: PipelineSettings) -> str:
-    """One that takes as many micro-batches as there are stages, with the chunks where these settings have them."""
-    if settings.placement is ChunkPlacement.V and settings.virtual_stages == 2:
-        return "zbv"
-    return "1f1b" if settings.virtual_stages == 1 else "interleaved"
 
 
 def _schedule(settings: PipelineSettings, num_micro_batches: int | None) -> Schedule | None:

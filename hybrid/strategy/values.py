@@ -259,7 +259,8 @@ def _read_schedule(value: object) -> str:
         return to_text(from_text(value))
     if isinstance(value, Path) or (isinstance(value, str) and Path(value).suffix.lower() in {".csv", ".txt"}):
         return to_text(read_schedule(Path(value)))
-    names = one_of(*SCHEDULE_NAMES, synonyms={"fthenb": "gpipe", "vpp": "interleaved", "zbh1": "zb-h1"})
+    fleet = {"fthenb": "gpipe", "vpp": "interleaved", "zbh1": "zb-h1", "zbvpp": "zbv"}
+    names = one_of(*SCHEDULE_NAMES, synonyms=fleet)
     try:
         return names(value)
     except ValueError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any, Self, cast
 
 import torch
@@ -28,7 +29,7 @@ from hybrid.tensor.cut_module import CutModule, local_part, resolve_group
 from hybrid.tensor.entry import Entry
 from hybrid.tensor.overlap import overlapped_linear
 from hybrid.tensor.region import CutRegion
-from hybrid.weight_gradients import linear
+from hybrid.weight_gradients import Rows, linear
 
 __all__ = ["ParallelMultiheadAttention", "attention_cuts", "disable_fast_paths"]
 
@@ -244,22 +245,32 @@ class ParallelMultiheadAttention(CutModule, nn.MultiheadAttention):
             runs = [(query, self._entry, 3)] if query is key else [runs[0], (key, self._memory_entry, 2)]
         sizes = [width * count for *_, count in runs]
         weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.split(sizes) if len(runs) > 1 else (self.in_proj_weight,)
+        parts: list[Rows | None] = [None] * len(runs)
+        if self.in_proj_weight is not None and len(runs) > 1:
+            weights, stops = self.in_proj_weight.split(sizes), accumulate(sizes)
+            parts = [Rows(self.in_proj_weight, stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+        elif self.in_proj_weight is not None:
+            weights = (self.in_proj_weight,)
         biases = [None] * len(runs) if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
         projected: list[Tensor] = []
         entered: dict[int, Tensor] = {}
-        for (tensor, entry, _), weight, bias in zip(runs, weights, biases, strict=True):
+        for (tensor, entry, _), weight, bias, part_of in zip(runs, weights, biases, parts, strict=True):
             alone = entry.num_consumers == 1 and sum(one is tensor for one, *_ in runs) == 1
             alone = alone and not torch.compiler.is_compiling()
             if alone and entry.group.size > 1 and tensor.requires_grad and torch.is_grad_enabled():
                 product = overlapped_linear(
-                    tensor, weight, bias, group=entry.group, sequence_dim=entry.sequence_dim, is_transposed=False
+                    tensor,
+                    weight,
+                    bias,
+                    group=entry.group,
+                    sequence_dim=entry.sequence_dim,
+                    is_transposed=False,
+                    part_of=part_of,
                 )
             else:
                 if id(tensor) not in entered:
                     entered[id(tensor)] = entry(tensor)
-                product = linear(entered[id(tensor)], weight, bias)
+                product = linear(entered[id(tensor)], weight, bias, part_of=part_of)
             projected += product.split(width, dim=-1)
         heads = (one.unflatten(-1, (self.num_heads, self.head_dim)) for one in projected)
         q, k, v = (one.transpose(1, 2) if self.batch_first else one.permute(1, 2, 0, 3) for one in heads)

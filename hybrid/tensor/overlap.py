@@ -20,7 +20,7 @@ from hybrid.collectives.autograd import copy_to, gather_from, reduce_from, start
 from hybrid.collectives.group import Group
 from hybrid.gradient_sinks import Sink, sink_for, write_product
 from hybrid.tensor.entry import autocast_dtype
-from hybrid.weight_gradients import PutOff, linear, splits, weight_gradient
+from hybrid.weight_gradients import PutOff, Rows, linear, weight_gradient
 
 __all__ = ["overlapped_linear"]
 
@@ -33,13 +33,14 @@ def overlapped_linear(
     group: Group,
     sequence_dim: int | None,
     is_transposed: bool,
+    part_of: Rows | None = None,
 ) -> torch.Tensor:
     """`linear` of what an entry makes of `tensor`, for an entry that no other layer shares."""
     dtype, original = autocast_dtype(tensor), weight
     if dtype is not None:
         tensor, weight = tensor.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    put_off = PutOff.of(original, is_transposed=is_transposed) if splits(original) else None
+    put_off = PutOff.of(tensor, original, is_transposed=is_transposed, part_of=part_of)
     sink = sink_for(tensor, weight) if put_off is None and dtype is None and tensor.dtype == weight.dtype else None
     options = _Options(group=group, sequence_dim=sequence_dim, is_transposed=is_transposed, put_off=put_off, sink=sink)
     weight = weight if put_off is None else weight.detach()

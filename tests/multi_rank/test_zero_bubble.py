@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import hybrid
 from hybrid.collectives import ops
 from hybrid.collectives.deferred import deferred_backend
+from hybrid.collectives.group import Group
+from hybrid.compose.split_backward import split_backward
+from hybrid.weight_gradients import WeightGradients, splitting, take_over_gradients
+from tests.multi_rank.test_gradient_sinks import Counted
 from tests.pipeline_models import (
     VOCABULARY,
     WIDTH,
@@ -37,6 +42,26 @@ def encoder() -> nn.Module:
     return model
 
 
+class Crossing(nn.Module):
+    """Attention whose keys and values are not its queries: one weight, two products with parts of it."""
+
+    def __init__(self, width: int = WIDTH + 1) -> None:
+        super().__init__()
+        self.memory, self.attention = nn.Linear(width, width), nn.MultiheadAttention(width, 4, batch_first=True)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        memory = self.memory(value).tanh()
+        return value + self.attention(value, memory, memory, need_weights=False)[0]
+
+
+def crossing() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        width = WIDTH + 1
+        layers = [Crossing() for _ in range(3)]
+        return nn.Sequential(nn.Embedding(VOCABULARY, width), *layers, nn.Linear(width, VOCABULARY))
+
+
 def thrice() -> nn.Module:
     return build("thrice")
 
@@ -53,6 +78,8 @@ def on_two_ranks() -> None:
     for stage, make in enumerate((encoder, thrice, hooked, thrice)):
         every = {"grad_reduce": "every_micro_batch"} if stage > 1 else {}
         assert_as_plain(make, BATCHES, cross_entropy, schedule="zb-h1", stage=stage, mb=4, bucket_bytes=512, **every)
+    with Counted():
+        assert_as_plain(crossing, BATCHES, cross_entropy, schedule="zbv", stage=2, mb=3)
     assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=3, mb=3, recompute="full")
     assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=2, mb=1, built="before", clip=0.1)
     for amp in ({"level": "O2"}, {"level": "O1", "dtype": "float16", "init_loss_scaling": 256.0}):
@@ -60,8 +87,9 @@ def on_two_ranks() -> None:
         assert_as_plain(encoder, BATCHES[:1], cross_entropy, schedule="zb-h1", mb=4, **low)
     with deferred_backend():
         assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zb-h1", stage=3, mb=4)
-    for stage, make in enumerate((lambda: build("tied"), thrice, encoder, hooked)):
-        assert_as_plain(make, BATCHES, cross_entropy, schedule="zbv", stage=stage, mb=4, bucket_bytes=512)
+    with Counted():
+        for stage, make in enumerate((lambda: build("tied"), thrice, encoder, hooked)):
+            assert_as_plain(make, BATCHES, cross_entropy, schedule="zbv", stage=stage, mb=4, bucket_bytes=512)
     assert_as_plain(encoder, BATCHES, cross_entropy, schedule="zbv", stage=3, mb=3, recompute="full")
     fp16 = {"level": "O1", "dtype": "float16", "init_loss_scaling": 256.0}
     assert_as_plain(encoder, BATCHES[:1], cross_entropy, schedule="zbv", stage=2, mb=4, amp=fp16, tolerance=3e-2)
@@ -129,26 +157,60 @@ def test_no_work_is_done_twice() -> None:
 
 
 def most_is_put_off() -> None:
-    """Between I and W no whole gradient exists: a stage 2 that held them would be stage 1 in memory."""
-    with pipeline_variant(2, schedule="zb-h1", mb=4, stage=2, split=(3, 2)) as strategy:
+    """Between I and W no whole gradient exists: a stage 2 that held them would be stage 1 in memory.
+
+    And W writes a product into the bucket: one in fresh memory, to be copied there, costs a pass and its memory.
+    """
+    with Counted() as counted, pipeline_variant(2, schedule="zb-h1", mb=4, stage=2, split=(3, 2)) as strategy:
         model: Any = hybrid.distributed_model(encoder(), strategy=strategy)
         optimizer = hybrid.distributed_optimizer(make_adamw(model))
         runtime = model.hybrid_runtime
         left: list[tuple[str, bool]] = []
+        taken: list[tuple[str, int]] = []
         run = runtime.stages.runner._run_part_of_backward
 
         def watched(action: Any) -> None:
+            before = counted.taken
             run(action)
+            taken.append((action.kind.letter, counted.taken - before))
             left.append((action.kind.letter, any(bucket.local is not None for bucket in runtime.engine.buckets)))
 
         runtime.stages.runner._run_part_of_backward = watched
         model.train_batch(own(BATCHES[0]), optimizer, loss_fn=cross_entropy)
         assert sum(kind == "I" for kind, _ in left) == 4, left
         assert not any(has_whole for kind, has_whole in left if kind == "I"), left
+        stage = hybrid.get_mesh().coordinate("pp")
+        # Four weights of a block, but three of the second, one of whose is frozen; and the head.
+        of_step = [("I", 0), ("W", (7, 5)[stage])] * 4
+        assert sorted(taken) == sorted(of_step), taken
 
 
 def test_first_halves_leave_no_whole_gradients() -> None:
     run_ranks(most_is_put_off, 2)
+
+
+def test_projections_are_put_off() -> None:
+    """Of cross attention, too: all the products of the second half are the weights' own, and none is in the first."""
+    plain: Any = Crossing()
+    layer = copy.deepcopy(plain)
+    take_over_gradients(layer)
+    split_backward(layer, Group(process_group=None, ranks=(0,), rank=0, axis="tp"))
+    value = torch.randn(2, 5, WIDTH + 1)
+    plain(value.requires_grad_()).square().sum().backward()
+    wanted, value.grad = value.grad, None
+    with splitting():
+        output = layer(value)
+    left = WeightGradients()
+    with left.collecting():
+        output.square().sum().backward()
+    torch.testing.assert_close(value.grad, wanted)
+    weights = [layer.memory.weight, layer.attention.in_proj_weight, layer.attention.out_proj.weight]
+    assert all(weight.grad is None for weight in weights)
+    with FlopCounterMode(display=False) as counter:
+        left.accumulate()
+    assert counter.get_total_flops() == sum(2 * 10 * weight.numel() for weight in weights)
+    for here, there in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(here.grad, there.grad)
 
 
 class Penalised(nn.Module):

@@ -204,6 +204,9 @@ def test_a_pipeline_arrives_as_given() -> None:
     resolved = DistributedStrategy(pipeline=True, accumulate_steps=4, pipeline_configs=configs).resolve(4)
     assert resolved.pipeline == PipelineSettings(degree=2, schedule="interleaved", virtual_stages=2, split=(1, 2, 2, 1))
     assert resolved.pipeline.num_chunks == 4
+    names = {"FThenB": "gpipe", "VPP": "interleaved", "ZBH1": "zb-h1", "ZBVPP": "zbv"}
+    for fleet, name in names.items():
+        assert DistributedStrategy(pipeline_configs={"schedule_mode": fleet}).pipeline_configs["schedule"] == name
     assert DistributedStrategy(hybrid_configs={"pp_degree": 1}).resolve(4).pipeline is None
 
 

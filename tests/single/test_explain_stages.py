@@ -44,6 +44,19 @@ class Block(nn.Module):
         return value + self.narrow(torch.relu(self.widen(value)))
 
 
+class OwnLayers(nn.Module):
+    """No chain: a forward of its own."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
 class ReadsItsValues(Block):
     """Cannot be built on the meta device."""
 
@@ -172,6 +185,19 @@ def test_a_tie_within_one_stage_is_no_traffic() -> None:
     table = stages(piped(2, schedule="zbv"), model).to_dict()
     assert [stage["chunks"] for stage in table["stages"]] == [[0, 3], [1, 2]]
     assert [row["stage"] for row in table["chunks"]] == [0, 1, 1, 0]
+
+
+def test_a_schedule_of_ones_own_lays_its_chunks() -> None:
+    """In a V of three chunks per stage, chunks 0 and 3 are neighbours on stage 0, and may look at one memory."""
+    in_a_v = "F0.0 F3.0 F4.0 B4.0 B3.0 B0.0\nF1.0 F2.0 F5.0 B5.0 B2.0 B1.0"
+    strategy = piped(2, schedule=in_a_v, virtual_stages=3, accumulate_steps=1)
+    model = OwnLayers(6)
+    model.layers[3].weight = nn.Parameter(model.layers[0].weight.detach())
+    table = stages(strategy, model, sample=torch.zeros(2, WIDTH)).to_dict()
+    assert [stage["chunks"] for stage in table["stages"]] == [[0, 3, 4], [1, 2, 5]]
+    model.layers[2].weight = nn.Parameter(model.layers[0].weight.detach())
+    with pytest.raises(ModelError, match=r"on pipeline stages \[0\] and 'layers.2.weight' on \[1\]"):
+        stages(strategy, model, sample=torch.zeros(2, WIDTH))
 
 
 def test_recompute_makes_a_backward_longer() -> None:
