@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from functools import lru_cache
 
 __all__ = ["ChunkPlacement", "best_placement", "chunk_rank", "chunks_on"]
 
@@ -37,6 +38,7 @@ def chunk_rank(chunk: int, num_stages: int, placement: ChunkPlacement = ChunkPla
     return num_stages - 1 - place if placement is ChunkPlacement.V and leg % 2 else place
 
 
+@lru_cache(maxsize=4096)
 def chunks_on(
     rank: int, num_stages: int, num_chunks: int, placement: ChunkPlacement = ChunkPlacement.ROUND
 ) -> tuple[int, ...]:

@@ -73,6 +73,9 @@ class ActionKind(Enum):
         return self is ActionKind.B or self is ActionKind.W
 
 
+_KINDS = {kind.value: kind for kind in ActionKind}  # to look one up by calling the class takes several times as long
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """One kind of work on one chunk (numbered over the whole model) for one micro-batch."""
@@ -244,8 +247,7 @@ def _zero_bubble_v(rank: int, num_stages: int, num_micro_batches: int, virtual_s
     for repeats, words in parts:
         for word in words.split() * repeats:
             if done[word] < num_micro_batches:
-                kind = ActionKind(word[0])
-                order.append(Action(kind=kind, chunk=chunks[word[1]], micro_batch=done[word]))
+                order.append(Action(kind=_KINDS[word[0]], chunk=chunks[word[1]], micro_batch=done[word]))
             done[word] += 1
     return tuple(order)
 

@@ -15,7 +15,17 @@ from hybrid.contracts.schedule_check import check_schedule
 from hybrid.contracts.schedule_text import from_csv, from_text
 from hybrid.errors import StrategyError
 
-__all__ = ["choose_schedule", "file_name", "is_written_out", "read_schedule", "schedule_name", "schedule_placement"]
+__all__ = [
+    "choose_schedule",
+    "file_name",
+    "is_written_out",
+    "read_schedule",
+    "schedule_name",
+    "schedule_placement",
+    "schedule_splits_backward",
+]
+
+_SPLITTING = frozenset({"zb-h1", "zbv"})  # of the names
 
 
 def is_written_out(setting: str) -> bool:
@@ -33,6 +43,11 @@ def schedule_placement(setting: str) -> ChunkPlacement:
     if is_written_out(setting):
         return from_text(setting).placement
     return ChunkPlacement.V if setting == "zbv" else ChunkPlacement.ROUND
+
+
+def schedule_splits_backward(setting: str) -> bool:
+    """Whether its backwards come in two halves, for any number of micro-batches."""
+    return from_text(setting).splits_backward if is_written_out(setting) else setting in _SPLITTING
 
 
 def file_name(path: Path) -> str:

@@ -9,6 +9,7 @@ Chunks that cannot all be alike are longest first: the last one usually has the 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -205,9 +206,12 @@ def split_by_costs(costs: Sequence[float], num_chunks: int) -> tuple[range, ...]
         if not isfinite(cost) or cost < 0:
             raise StrategyError(f"the cost of layer {index} is {cost}; costs must be finite and at least 0")
     # Whole numbers, so that 0.1 thirty times is split like 1 thirty times.
-    exact = [Fraction(cost) for cost in costs]
-    scale = lcm(*(cost.denominator for cost in exact))
-    sums = list(accumulate((int(cost * scale) for cost in exact), initial=0))
+    whole = [cost for cost in costs if isinstance(cost, int)]
+    if len(whole) < len(costs):
+        exact = [Fraction(cost) for cost in costs]
+        scale = lcm(*(cost.denominator for cost in exact))
+        whole = [int(cost * scale) for cost in exact]
+    sums = list(accumulate(whole, initial=0))
     return _most_even(sums, num_chunks, limit=_least_limit(sums, num_chunks))
 
 
@@ -220,10 +224,9 @@ def _least_limit(sums: Sequence[int], num_chunks: int) -> int:
     low, high = max(after - before for before, after in pairwise(sums)), sums[-1]
     while low < high:
         limit = (low + high) // 2
-        num_filled, start = 1, 0
-        for before, after in pairwise(sums):
-            if after - start > limit:
-                num_filled, start = num_filled + 1, before
+        num_filled = end = 0
+        while end < len(sums) - 1:
+            num_filled, end = num_filled + 1, bisect_right(sums, sums[end] + limit) - 1
         if num_filled <= num_chunks:
             high = limit
         else:
@@ -240,7 +243,10 @@ def _most_even(sums: Sequence[int], num_chunks: int, *, limit: int) -> tuple[ran
     for left in range(1, num_chunks + 1):  # chunks from here on
         now = [impossible] * (num_layers + 1)
         stop_of = [0] * (num_layers + 1)
-        for start in range(num_chunks - left, num_layers - left + 1):
+        # Layers that the chunks before cannot hold within the limit, or these chunks not, start no split.
+        first = max(num_chunks - left, bisect_left(sums, sums[-1] - limit * left))
+        last = min(num_layers - left, bisect_right(sums, limit * (num_chunks - left)) - 1)
+        for start in range(first, last + 1):
             for stop in range(start + 1, num_layers - left + 2):
                 cost = sums[stop] - sums[start]
                 if cost > limit:

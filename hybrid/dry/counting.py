@@ -41,8 +41,6 @@ def state_bytes(model: nn.Module, runtime: Runtime) -> Mapping[str, int]:
         add("masters", bucket.master)
         add("gradients", bucket.local)
         add("gradient_shards" if is_cut else "gradients", bucket.raw, bucket.settled)
-        # An index for each element of padding (`Bucket.new_gradient_buffer`).
-        sizes["bookkeeping"] = sizes.get("bookkeeping", 0) + 8 * bucket.partition.padding_elements
     if host is not None and (moved := engine.host_bytes()[1]):
         sizes["gradient_shards"] -= moved
         sizes["host_gradient_shards"] = moved

@@ -119,6 +119,9 @@ def _run(job: DryJob, mesh: DryMesh) -> RankRun:
         optimizer = distributed_optimizer(job.make_optimizer(wrapped.parameters()))
         runtime: Runtime = wrapped.hybrid_runtime
         points = {"after_wrap": state_bytes(wrapped, runtime)}
+        if job.resolved.zero_stage == 3 and job.resolved.prefetch > 1:
+            # The first forward of a job fetches nothing ahead: the order of the units is known after it.
+            wrapped.train_batch(batch.data, optimizer, loss_fn=stand_in_loss)
         watch = StepWatch(wrapped, runtime)
         optimizer.register_step_pre_hook(lambda *_: points.update(after_backward=state_bytes(wrapped, runtime)))
         before = get_listener()

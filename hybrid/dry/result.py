@@ -17,7 +17,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "gradients": "whole buckets of gradients",
         "gradient_shards": "own shards of reduced gradients: the accumulators",
         "optimizer_state": "what the optimizer keeps, without its counters",
-        "bookkeeping": "positions of padding, an element that stands for each gradient, counters of the optimizer",
+        "bookkeeping": "an element that stands for each gradient, counters of the optimizer",
         "buffers": "the model's own buffers",
     }
 )

@@ -13,10 +13,11 @@ from types import MappingProxyType
 
 from hybrid.contracts.schedule import ActionKind, make_schedule
 
-__all__ = ["Alternation", "alternation", "rank_orders"]
+__all__ = ["WEIGHTS", "Alternation", "alternation", "gathers_of_runs", "rank_orders"]
 
-Step = tuple[int, bool, int]
-"""(which of the rank's chunks, is it a forward, micro-batch)"""
+WEIGHTS = 2
+Step = tuple[int, int, int]
+"""(which of the rank's chunks, kind, micro-batch). Kind: True a forward, False a backward or half I, `WEIGHTS` W."""
 
 # Forwards before the first backward of a rank, where forwards and backwards alternate from then on.
 _WARMUPS: Mapping[str, Callable[[int, int, int, int], int]] = MappingProxyType(
@@ -60,12 +61,12 @@ def alternation(name: str, p: int, m: int, v: int) -> Alternation | None:
 
 
 def rank_orders(name: str, p: int, m: int, v: int) -> list[list[Step]]:
-    """What each rank runs, in order; backwards that are not split."""
+    """What each rank runs, in order."""
     found = alternation(name, p, m, v)
     if found is None:
         schedule = make_schedule(name, num_stages=p, num_micro_batches=m, virtual_stages=v)
         return [
-            [(action.chunk // p, action.kind is ActionKind.F, action.micro_batch) for action in order]
+            [(action.chunk // p, _kind(action.kind), action.micro_batch) for action in order]
             for order in schedule.actions
         ]
     orders = []
@@ -76,3 +77,40 @@ def rank_orders(name: str, p: int, m: int, v: int) -> list[list[Step]]:
         order[warmup + 1 : 2 * size - warmup : 2] = found.backwards[: size - warmup]
         orders.append(order)
     return orders
+
+
+@lru_cache(maxsize=1024)
+def gathers_of_runs(name: str, p: int, m: int, v: int) -> tuple[float, float]:
+    """How often a chunk is gathered for a forward, and for a backward, per micro-batch, where it stays whole as long as
+    its rank works on it: the mean of all chunks.
+
+    A long step repeats its middle, of which so many micro-batches as there are ranks are looked at.
+    """
+    if v == 1:
+        return 1 / m, 0.0
+    played = m if m <= 4 * p else 4 * p - (4 * p - m) % p
+    counts = _runs(name, p, played, v)
+    if played < m:
+        before = _runs(name, p, played - p, v)
+        turns = (m - played) / p
+        counts = counts[0] + turns * (counts[0] - before[0]), counts[1] + turns * (counts[1] - before[1])
+    return counts[0] / (m * p * v), counts[1] / (m * p * v)
+
+
+def _runs(name: str, p: int, m: int, v: int) -> tuple[float, float]:
+    """Runs of all ranks on one chunk that begin with a forward, and with a backward; W reads no parameters."""
+    forwards = backwards = 0
+    for order in rank_orders(name, p, m, v):
+        last = -1
+        for turn, kind, _ in order:
+            if turn == last:
+                continue
+            last = -1 if kind == WEIGHTS else turn
+            if kind != WEIGHTS:
+                forwards += bool(kind)
+                backwards += not kind
+    return forwards, backwards
+
+
+def _kind(kind: ActionKind) -> int:
+    return WEIGHTS if kind is ActionKind.W else kind is ActionKind.F

@@ -55,6 +55,8 @@ def axis_bytes(job: Job, candidate: Candidate) -> tuple[Mapping[str, float], ...
         shards = num_shards(candidate)[0]
         first, last = schedule.rank_of(0), schedule.rank_of(len(chunks) - 1)
         sent["dp"] = _state_bytes(state, job, candidate, shards=shards)
+        if candidate.reshard_after != "run":
+            sent["dp"] += candidate.num_micro_batches * state.gathered_again * (shards - 1) / shards
         if tied and first != last and rank in {first, last}:
             # The two stages sum their shards, at stages 1 to 3 together with the replicas.
             own = sum(_own_elements(elements, job, shards) for elements in tied) * job.precision.reduce

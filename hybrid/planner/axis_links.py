@@ -58,10 +58,6 @@ class AxisLinks:
             self._known[key] = self._ask(_groups(degrees, axes, self._cluster.domain_size))
         return self._known[key]
 
-    def of_boundary(self, candidate: Candidate, cut: int) -> GroupLinks:
-        """Of the pairs of ranks that pass on what crosses the cut behind this chunk; all pairs send together."""
-        return self.of_stages(candidate, cut % candidate.pp, (cut + 1) % candidate.pp)
-
     def of_stages(self, candidate: Candidate, one: int, other: int) -> GroupLinks:
         """Of the pairs of ranks with the same place in two stages, all of which communicate together."""
         stage_size = candidate.world_size // candidate.pp

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hybrid.contracts.schedule import usual_virtual_stages
+from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.stages import num_layers
 
@@ -65,7 +67,19 @@ def shape_problems(
             text=f"pp = {candidate.pp} × virtual_stages = {candidate.virtual_stages} is {chunks} chunks for {layers} "
             f"layers (embedding, blocks, head): each chunk needs one; at most {layers} chunks work",
         )
-    if candidate.virtual_stages > 1 and candidate.schedule != "interleaved":
+    usual = usual_virtual_stages(candidate.schedule)
+    if usual > 1 and candidate.virtual_stages != usual and candidate.pp > 1:
+        yield Problem(
+            rule="schedule",
+            text=f"schedule {candidate.schedule!r} has {usual} chunks per rank, not virtual_stages = "
+            f"{candidate.virtual_stages}",
+        )
+    elif schedule_splits_backward(candidate.schedule) and candidate.pp == 1:
+        yield Problem(
+            rule="schedule",
+            text=f"schedule {candidate.schedule!r} splits backwards to fill the bubble of a pipeline, and pp is 1",
+        )
+    elif candidate.virtual_stages > usual and candidate.schedule != "interleaved":
         yield Problem(
             rule="schedule",
             text=f"virtual_stages = {candidate.virtual_stages} needs schedule 'interleaved', not "

@@ -13,7 +13,16 @@ from hybrid.planner.kept import Kept
 from hybrid.planner.pricer import PARTS, Pricer
 from hybrid.planner.unit_time import UnitSeconds
 
-__all__ = ["PARTS", "StepTime", "least_step_seconds", "step_time", "step_timeline", "unit_seconds", "work_seconds"]
+__all__ = [
+    "PARTS",
+    "StepTime",
+    "least_base_seconds",
+    "least_step_seconds",
+    "step_time",
+    "step_timeline",
+    "unit_seconds",
+    "work_seconds",
+]
 
 # What the names of `binding` stand for.
 _BINDINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -63,6 +72,12 @@ def step_time(job: Job, candidate: Candidate) -> StepTime:
 def least_step_seconds(job: Job, candidate: Candidate) -> float:
     """Not more than `step_time`, much sooner where other ways to cut the state of the layout have been priced."""
     return _pricer(job).least_seconds(candidate)
+
+
+def least_base_seconds(job: Job, candidate: Candidate, *, is_played: bool) -> float:
+    """Not more than `step_time` of any way to cut the state of the layout: from the work of its pipeline chunks, and if
+    `is_played` from its schedule."""
+    return _pricer(job).least_base_seconds(candidate, is_played=is_played)
 
 
 def work_seconds(job: Job, candidate: Candidate) -> float:

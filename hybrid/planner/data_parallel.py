@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from hybrid.contracts.cluster import GroupLinks
 from hybrid.contracts.partition import plan_buckets
+from hybrid.planner.action_numbers import gathers_of_runs
 from hybrid.planner.collectives import Collective, Fabric, collective_seconds
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.model_spec import UnitSpec
 from hybrid.planner.software import Software
 from hybrid.planner.traffic import StateMessage, gather_message, reduction_message, replica_message
 
-__all__ = ["ChunkState", "StateLinks", "StateSeconds", "chunk_state", "state_seconds"]
+__all__ = ["ChunkState", "StateLinks", "StateSeconds", "UnitWaits", "chunk_state", "state_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +120,15 @@ def state_seconds(
     backward_seconds: Sequence[float],
     dense: StateLinks,
     expert: StateLinks,
+    weight_seconds: Sequence[float] | None = None,
+    known_waits: dict[tuple[object, ...], UnitWaits] | None = None,
 ) -> StateSeconds:
-    """Of one pipeline rank; chunks and their compute per micro-batch in the order of the model."""
+    """Of one pipeline rank; chunks and their compute per micro-batch in the order of the model.
+
+    Args:
+        weight_seconds: what of a backward computes gradients of weights apart from it, where the schedule splits it.
+        known_waits: what was worked out before for chunks and links that are still these objects; grows.
+    """
     traffic = _Traffic(job, candidate, software, fabric, chunks)
     kinds = ((sum(c.dense for c in chunks), dense), (sum(c.expert for c in chunks), expert))
     stage = candidate.zero_stage
@@ -133,17 +141,27 @@ def state_seconds(
         )  # fmt: skip
 
     ahead, back = none, none
-    window = sum(backward_seconds) * software.dp_overlap_fraction if candidate.is_overlapped else 0.0
+    # Gradients come out of the second half of a backward that is split.
+    behind = backward_seconds if weight_seconds is None else weight_seconds
+    window = sum(behind) * software.dp_overlap_fraction if candidate.is_overlapped else 0.0
     if stage == 3:
-        waits = [
-            traffic.gathered_units(chunk, dense, expert, forward, backward)
-            for chunk, forward, backward in zip(chunks, forward_seconds, backward_seconds, strict=True)
-        ]
-        runs = candidate.num_micro_batches if candidate.reshard_after == "run" else 1
-        ahead = tuple(wait.forward / runs for wait in waits)
-        back = tuple(0.0 if runs > 1 else wait.backward for wait in waits)
-        if runs == 1:
-            window = max(0.0, window - sum(wait.hidden for wait in waits))
+        known = {} if known_waits is None else known_waits
+        waits = []
+        for chunk, forward, backward in zip(chunks, forward_seconds, backward_seconds, strict=True):
+            key = (id(chunk), forward, backward, id(dense.shard), id(expert.shard))
+            wait = known.get(key)
+            if wait is None:
+                wait = known[key] = traffic.gathered_units(chunk, dense, expert, forward, backward)
+            waits.append(wait)
+        per_forward = per_backward = 1.0
+        if candidate.reshard_after == "run" and candidate.num_micro_batches > 1:
+            per_forward, per_backward = gathers_of_runs(
+                candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages
+            )
+        ahead = tuple(wait.forward * per_forward for wait in waits)
+        back = tuple(wait.backward * per_backward for wait in waits)
+        if weight_seconds is None:
+            window = max(0.0, window - per_backward * sum(wait.hidden for wait in waits))
 
     reduction = [traffic.reduction(size, links) for size, links in kinds]
     replicas = [traffic.over_replicas(size, links) for size, links in kinds]
@@ -172,11 +190,12 @@ class _Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _UnitWaits:
+class UnitWaits:
+    """What a forward and a backward of a chunk wait for; `hidden`: of the backward gathers, behind compute."""
+
     forward: float
     backward: float
     hidden: float
-    """Of the backward gathers, behind compute."""
 
 
 class _Traffic:
@@ -213,7 +232,7 @@ class _Traffic:
 
     def gathered_units(
         self, chunk: ChunkState, dense: StateLinks, expert: StateLinks, forward: float, backward: float
-    ) -> _UnitWaits:
+    ) -> UnitWaits:
         """Stage 3: each unit is gathered while the one before computes, in a forward and again in a backward."""
         count = max(1, chunk.num_units)
         messages = self._software.unit_messages or max(1.0, chunk.num_buckets / count)
@@ -231,7 +250,7 @@ class _Traffic:
             hidden = min(gather, compute / count * share)
             waits.append(gather + (count - 1) * (gather - hidden + slowed * hidden))
             behind.append(hidden)
-        return _UnitWaits(waits[0], waits[1], (count - 1) * behind[1])
+        return UnitWaits(waits[0], waits[1], (count - 1) * behind[1])
 
     def exposed(self, messages: Sequence[_Message], window: float) -> float:
         """What `window` seconds of compute do not hide, and what they are slowed by."""

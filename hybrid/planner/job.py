@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybrid.contracts.cluster import Cluster
+from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.planner.model_spec import ModelSpec, Recompute
 from hybrid.planner.software import Software
 
@@ -125,7 +126,8 @@ class Candidate:
         parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp_replicate}x{self.dp_shard}"]
         parts += [f"cp{self.cp}"] * (self.cp > 1) + [f"ep{self.ep}"] * (self.ep > 1)
         parts += ["sp"] * self.sequence_parallel + [f"z{self.zero_stage}"]
-        parts += [f"{self.schedule}v{self.virtual_stages}"] * (self.pp > 1)
+        chunks = "" if schedule_splits_backward(self.schedule) else f"v{self.virtual_stages}"
+        parts += [f"{self.schedule}{chunks}"] * (self.pp > 1)
         parts += [f"mb{self.micro_batch_size}x{self.num_micro_batches}"]
         parts += [self.recompute] * (self.recompute != "none")
         parts += ["every"] * (self.zero_stage >= 2 and self.grad_reduce == "every_micro_batch")

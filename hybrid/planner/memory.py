@@ -30,10 +30,14 @@ from hybrid.planner.memory_layers import (
     num_communicators,
     reserved_bytes,
 )
-from hybrid.planner.memory_state import StateBytes, StateTable
+from hybrid.planner.memory_least import LeastElements, LeastTable
+from hybrid.planner.memory_state import StateBytes, StateTable, num_shards
 from hybrid.planner.stages import stage_ranges
 
-__all__ = ["MemoryPlan", "Point", "StageMemory", "memory"]
+__all__ = ["MemoryPlan", "Point", "StageMemory", "least_bytes", "memory", "worst_bytes"]
+
+# A bound is added up in another order than what it bounds.
+_ROUNDED = 1.0 - 1e-9
 
 Point = Literal["after_forward", "accumulating", "backward", "after_backward", "after_step", "peak"]
 
@@ -82,8 +86,17 @@ class StageMemory:
 
     @cached_property
     def reserved(self) -> Interval:
-        """What the allocator keeps at the fullest moment."""
-        return reserved_bytes(self.tensors_bytes, is_processor=self.is_processor)
+        """What the allocator keeps."""
+        return reserved_bytes(self.pooled_bytes, is_processor=self.is_processor)
+
+    @cached_property
+    def pooled_bytes(self) -> int:
+        """Of the fullest moment; of two, where one cannot use the pool of the other."""
+        most = self.tensors_bytes
+        if self.profile.gathers_apart and self.candidate.zero_stage == 3:
+            _, step = _moments(self.state, self.activations, self.candidate, self.profile)
+            most = max(most, sum(step.values()) + self.state.gathered)
+        return most
 
     @cached_property
     def device(self) -> Interval:
@@ -155,6 +168,59 @@ def memory(job: Job, candidate: Candidate, *, shard: int | None = None) -> Memor
     )
 
 
+def worst_bytes(job: Job, candidate: Candidate) -> int:
+    """`memory(job, candidate).worst.pooled_bytes` alone."""
+    plan = memory(job, candidate)
+    if plan.profile.gathers_apart:
+        return plan.worst.pooled_bytes
+    return max(_most_bytes(*rank, candidate, plan.profile) for rank in plan.ranks)
+
+
+def least_bytes(job: Job, candidate: Candidate) -> float:
+    """Not more than `worst_bytes`, much sooner: of the ranks that usually hold most, without buckets and padding."""
+    table = _table(job)
+    chunks = stage_ranges(job, candidate)
+    activations = table.activations.of_ranks(chunks, candidate)
+    elements, fullest = table.least.of_ranks(chunks, candidate)
+    ranks = {0, fullest, len(elements) - 1}
+    return max(_least_of_rank(job, candidate, table.profile, elements[rank], activations[rank]) for rank in ranks)
+
+
+def _least_of_rank(
+    job: Job,
+    candidate: Candidate,
+    profile: FrameworkProfile,
+    elements: LeastElements,
+    activations: RankActivations,
+) -> float:
+    """As `_most_bytes`, of what is counted without laying it out."""
+    precision, stage, is_static = job.precision, candidate.zero_stage, profile.has_static_gradients
+    shards, expert_shards = num_shards(candidate)
+    trained = elements.trained + elements.trained_experts
+    own = elements.trained / shards + elements.trained_experts / expert_shards
+    whole = trained + elements.frozen + elements.frozen_experts
+    held: float = whole
+    if stage == 3:
+        held = own + elements.frozen / shards + elements.frozen_experts / expert_shards
+    state = 0.0 if candidate.is_offloaded else own * (precision.master + job.optimizer.state)
+    always = held * precision.parameter + state
+    reduced = own * precision.gradient * _keeps_shards(candidate)
+    gathered = 0.0
+    if candidate.reshard_after == "run" and shards > 1 and expert_shards > 1:
+        gathered = whole * precision.parameter / candidate.virtual_stages  # one chunk is whole at a time
+    most_whole, kept_shards = float(trained * precision.gradient), 0.0
+    if stage and not is_static:
+        if stage >= 2 and (candidate.grad_reduce == "every_micro_batch" or candidate.num_micro_batches == 1):
+            most_whole, kept_shards = 0.0, reduced
+        elif candidate.num_micro_batches == 1:
+            most_whole = 0.0
+    backward = max(activations.before, activations.after + most_whole + kept_shards)
+    backward += gathered + activations.added + activations.boundary
+    step = own * (profile.step_bytes_cut if stage == 3 else profile.step_bytes)
+    step += trained * precision.gradient if stage == 0 or is_static else reduced
+    return (always + round(profile.constant_bytes) + max(backward, step)) * _ROUNDED
+
+
 def _host_bytes(state: StateBytes, job: Job) -> int:
     """State on the host; parameters without masters have a copy there, which the host updates."""
     copies = 0 if state.masters else round(state.own_elements * job.precision.parameter)
@@ -189,6 +255,14 @@ def _fullest(
     state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """The fullest moment of a backward, and of the whole step."""
+    backward, step = _moments(state, activations, candidate, profile)
+    return backward, max((backward, step), key=lambda parts: sum(parts.values()))
+
+
+def _moments(
+    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The fullest moment of a backward, and that of the optimizer's step."""
     always = _always(state, candidate)
     is_static = profile.has_static_gradients
     _, kept_shards, most_whole = _gradients(state, candidate, is_static=is_static)
@@ -212,7 +286,7 @@ def _fullest(
         step_bytes += profile.step_bytes_masters
     step = {**_after_backward(always, state, candidate, is_static=is_static), "working": constant}
     step["step"] = round(state.own_elements * step_bytes)
-    return backward, max((backward, step), key=lambda parts: sum(parts.values()))
+    return backward, step
 
 
 def _most_bytes(
@@ -283,7 +357,7 @@ class _Table:
 
     def __init__(self, job: Job) -> None:
         self.profile = framework_profile(job.software if isinstance(job.software, str) else job.software.name)
-        self.state = StateTable(job)
+        self.state, self.least = StateTable(job), LeastTable(job)
         self.activations = ActivationTable(job, self.profile)
 
 

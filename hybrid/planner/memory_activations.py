@@ -10,10 +10,9 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid.contracts.chunk_placement import chunks_on
-from hybrid.contracts.schedule import Action, ActionKind, make_schedule
-from hybrid.contracts.schedule_choice import schedule_placement
-from hybrid.planner.action_numbers import Alternation, alternation
+from hybrid.contracts.chunk_placement import chunk_rank, chunks_on
+from hybrid.contracts.schedule_choice import schedule_placement, schedule_splits_backward
+from hybrid.planner.action_numbers import WEIGHTS, Alternation, Step, alternation, rank_orders
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory_layers import FrameworkProfile
 from hybrid.planner.model_spec import ActivationBytes, Recompute, UnitSpec
@@ -30,11 +29,17 @@ Rows = NDArray[np.int32]
 class Held:
     """Micro-batches kept of each chunk of a rank, at the moments when no other moment keeps more of all of them.
 
-    before: until the rank's first backward. after: from the end of that backward on. Empty where nothing is kept.
+    Where backward is split, behind the micro-batches that wait for it come those of each chunk between its halves.
+
+    Args:
+        before: when the rank's first backward begins.
+        after: when a later one begins. Empty where nothing is kept.
+        between: at the end of the first half of a backward, where it is split.
     """
 
     before: tuple[tuple[int, ...], ...]
     after: tuple[tuple[int, ...], ...]
+    between: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -70,10 +75,8 @@ def _in_flight(schedule: str, num_stages: int, num_micro_batches: int, virtual_s
     plain = alternation(schedule, num_stages, num_micro_batches, virtual_stages)
     if plain is not None:
         return InFlight(ranks=tuple(_held_in_turn(plain, virtual_stages)))
-    made = make_schedule(
-        schedule, num_stages=num_stages, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages
-    )
-    return InFlight(ranks=tuple(_held(actions, num_stages, virtual_stages) for actions in made.actions))
+    orders = rank_orders(schedule, num_stages, num_micro_batches, virtual_stages)
+    return InFlight(ranks=tuple(_held(order, virtual_stages) for order in orders))
 
 
 def _held_in_turn(plain: Alternation, virtual_stages: int) -> Iterator[Held]:
@@ -89,15 +92,18 @@ def _held_in_turn(plain: Alternation, virtual_stages: int) -> Iterator[Held]:
         yield Held(before=_maximal(kept[:1]), after=_maximal(kept[1:]))
 
 
-def _held(actions: Sequence[Action], num_stages: int, virtual_stages: int) -> Held:
-    turns = np.array([action.chunk // num_stages for action in actions])
-    is_forward = np.array([action.kind is ActionKind.F for action in actions])
-    frees = np.array([action.kind.frees_activations for action in actions])
-    changes = np.zeros((len(actions), virtual_stages), dtype=np.int32)
-    changes[np.arange(len(actions)), turns] = is_forward.astype(np.int32) - frees
-    kept = np.cumsum(changes, axis=0) - np.minimum(changes, 0)  # while each action runs
-    backwards = kept[~is_forward]
-    return Held(before=_maximal(backwards[:1]), after=_maximal(backwards[1:]))
+def _held(order: Sequence[Step], virtual_stages: int) -> Held:
+    """Of a schedule that splits each backward."""
+    turns, kinds, _ = np.array(order).T
+    places = np.arange(len(order))
+    is_forward, is_weights = kinds == 1, kinds == WEIGHTS
+    changes = np.zeros((len(order), 2 * virtual_stages), dtype=np.int32)
+    changes[places, turns] = np.where(is_weights, 0, 2 * is_forward - 1)
+    changes[places, virtual_stages + turns] = np.where(is_forward, 0, 2 * ~is_weights - 1)
+    ends = np.cumsum(changes, axis=0)
+    halves = ~is_forward & ~is_weights
+    begins = (ends - changes)[halves]
+    return Held(before=_maximal(begins[:1]), after=_maximal(begins[1:]), between=_maximal(ends[halves]))
 
 
 def _maximal(vectors: Rows) -> tuple[tuple[int, ...], ...]:
@@ -145,7 +151,12 @@ class ActivationTable:
         self._profile = profile
         self._units: dict[tuple[object, ...], _UnitBytes] = {}
         self._chunks: dict[tuple[object, ...], _ChunkBytes] = {}
+        self._kinds: dict[tuple[object, ...], int] = {}
+        self._staying: set[int] = set()  # of them, those whose result the same rank takes: it is kept there
         # With the chunks, which are known by their id, so that it stays theirs.
+        self._placed: dict[
+            tuple[object, ...], tuple[tuple[range, ...], dict[int, range], tuple[tuple[int, ...], ...]]
+        ] = {}
         self._ranks: dict[tuple[object, ...], tuple[tuple[range, ...], tuple[RankActivations, ...]]] = {}
 
     def of_ranks(self, chunks: tuple[range, ...], candidate: Candidate) -> tuple[RankActivations, ...]:
@@ -154,51 +165,84 @@ class ActivationTable:
         held = in_flight(candidate.schedule, candidate.pp, candidate.num_micro_batches, len(chunks) // candidate.pp)
         key = (id(chunks), held, cutting)
         if key not in self._ranks:
-            bytes_of = [self._of_chunk(chunk, candidate, cutting) for chunk in chunks]
-            placement = schedule_placement(candidate.schedule)
-            mine = [chunks_on(rank, candidate.pp, len(chunks), placement) for rank in range(candidate.pp)]
+            kinds, of_ranks = self._kinds_of(chunks, candidate)
+            bytes_of = {kind: self._of_chunk(kind, chunk, candidate, cutting) for kind, chunk in kinds.items()}
             ranks = tuple(
-                self._of_rank([chunks[at] for at in own], [bytes_of[at] for at in own], kept, candidate)
-                for own, kept in zip(mine, held.ranks, strict=True)
+                self._of_rank([kinds[kind] for kind in own], [bytes_of[kind] for kind in own], kept, candidate)
+                for own, kept in zip(of_ranks, held.ranks, strict=True)
             )
             self._ranks[key] = chunks, ranks
         return self._ranks[key][1]
 
+    def _kinds_of(
+        self, chunks: tuple[range, ...], candidate: Candidate
+    ) -> tuple[dict[int, range], tuple[tuple[int, ...], ...]]:
+        """Kind -> a chunk of it, and the kinds of each rank's chunks; chunks of a kind keep and take the same."""
+        pp, placement = candidate.pp, schedule_placement(candidate.schedule)
+        key = (id(chunks), pp, placement)
+        known = self._placed.get(key)
+        if known is None:
+            units, looks = self._model.units, self._model.look_indices
+            kinds: list[int] = []
+            found: dict[int, range] = {}
+            ranks = [chunk_rank(chunk, pp, placement) for chunk in range(len(chunks))]
+            for number, chunk in enumerate(chunks):
+                ends = tuple(units[at].input_bytes if 0 < at < len(units) else -1 for at in (chunk.start, chunk.stop))
+                stays = number + 1 < len(ranks) and ranks[number] == ranks[number + 1]
+                kind = self._kinds.setdefault((looks[chunk.start : chunk.stop], ends, stays), len(self._kinds))
+                self._staying |= {kind} if stays else set()
+                kinds.append(kind)
+                found.setdefault(kind, chunk)
+            placed = (chunks_on(rank, pp, len(chunks), placement) for rank in range(pp))
+            known = self._placed[key] = chunks, found, tuple(tuple(kinds[at] for at in mine) for mine in placed)
+        return known[1], known[2]
+
     def _of_rank(
         self, chunks: Sequence[range], bytes_of: Sequence[_ChunkBytes], held: Held, candidate: Candidate
     ) -> RankActivations:
-        kept = [chunk.kept for chunk in bytes_of]
+        kept = [*(chunk.kept for chunk in bytes_of), *(chunk.put_off for chunk in bytes_of)]
         fullest = max(bytes_of, key=lambda chunk: chunk.added)
+        after = _most(held.after, kept)
+        if held.between:
+            # What a backward adds is gone then, but for one gradient of a weight, which W computes.
+            one = max(chunk.weight for chunk in bytes_of)
+            after = max(after, _most(held.between, kept) + one - fullest.added)
         return RankActivations(
             before=_most(held.before, kept),
-            after=_most(held.after, kept),
+            after=after,
             recomputed=fullest.recomputed,
             working=fullest.working + self._dummies(chunks, candidate),
             logits=fullest.logits,
             boundary=max(chunk.taken for chunk in bytes_of) + max(chunk.given for chunk in bytes_of),
         )
 
-    def _of_chunk(self, chunk: range, candidate: Candidate, cutting: tuple[object, ...]) -> _ChunkBytes:
-        key = (chunk.start, chunk.stop, *cutting)
+    def _of_chunk(self, kind: int, chunk: range, candidate: Candidate, cutting: tuple[object, ...]) -> _ChunkBytes:
+        key = (kind, cutting)
         if key not in self._chunks:
             units = [self._of_unit(at, candidate, cutting) for at in chunk]
-            # When a unit's backward runs, what the units after it kept is gone.
-            freed, most = 0, -1
-            best = _UnitBytes(0, 0, 0, 0)
+            # When a unit's backward runs, what the units after it kept is gone; a split one has put other things off.
+            freed, kept, most = 0, 0, -1
+            best = _UnitBytes(0, 0, 0, 0, 0, 0)
+            is_split = schedule_splits_backward(candidate.schedule)
             for unit in reversed(units):
                 added = unit.recomputed + unit.working + unit.logits - freed
                 if added > most:
                     most, best = added, unit
-                freed += unit.kept
+                kept += unit.kept
+                freed += unit.kept - unit.put_off * is_split
             # Parts that are there in place of what has been freed show as less of themselves, the logits first.
             gone = best.recomputed + best.working + best.logits - max(most, 0)
             parts = []
-            for part in (best.logits, best.working, best.recomputed):
-                parts.append(max(0, part - gone))
-                gone = max(0, gone - part)
+            for part in (best.logits, best.working + max(0, -gone), best.recomputed):
+                parts.append(part - min(part, max(0, gone)))
+                gone -= part
             taken, given = self._crossing(chunk.start, candidate), self._crossing(chunk.stop, candidate)
-            kept = freed + given * self._profile.keeps_sent
-            self._chunks[key] = _ChunkBytes(kept, parts[2], parts[1], parts[0], taken, given)
+            if kind not in self._staying:
+                kept += given * self._profile.keeps_sent
+            self._chunks[key] = _ChunkBytes(
+                kept, parts[2], parts[1], parts[0], taken, given,
+                put_off=sum(unit.put_off for unit in units), weight=max(unit.weight for unit in units),
+            )  # fmt: skip
         return self._chunks[key]
 
     def _of_unit(self, at: int, candidate: Candidate, cutting: tuple[object, ...]) -> _UnitBytes:
@@ -209,8 +253,33 @@ class ActivationTable:
             kept = self._kept(unit, candidate, candidate.recompute)
             again = self._kept(unit, candidate, "none") - kept if candidate.recompute != "none" else 0
             logits = count * unit.logits_per_token * self._profile.logits_bytes / candidate.tp
-            self._units[key] = _UnitBytes(kept, max(0, again), round(self._working(unit, candidate)), round(logits))
+            weights = (p.local_elements(candidate.tp) for p in unit.parameters if p.trainable and not p.is_expert)
+            self._units[key] = _UnitBytes(
+                kept, max(0, again), round(self._working(unit, candidate)), round(logits),
+                round(self._put_off(unit, candidate)), self._parameter_bytes * max(weights, default=0),
+            )  # fmt: skip
         return self._units[key]
+
+    def _put_off(self, unit: UnitSpec, candidate: Candidate) -> float:
+        """What is kept between the halves of a split backward.
+
+        Input and output gradient of each linear layer, gathered where the sequence is cut, one input for layers that
+        share it; and the gradients of all other weights.
+        """
+        tp, count, size = candidate.tp, num_tokens(candidate, self._seq), self._element_bytes
+        inputs: dict[tuple[str, str, int], float] = {}
+        gradients, weights = 0.0, 0.0
+        for product in unit.matmuls:
+            if product.is_put_off:
+                parts = 1 if product.cut != "none" or not candidate.sequence_parallel else tp
+                inputs[product.name.partition(".")[0], product.cut, product.in_features] = (
+                    product.in_features * product.tokens_share / (tp if product.cut == "row" else parts)
+                )
+                own = min(tp, product.min_parts or tp) if product.cut == "column" else parts
+                gradients += product.out_features * product.tokens_share / own
+                weights += product.in_features * product.out_features / (tp if product.cut == "row" else own)
+        trained = sum(p.local_elements(tp, ep=candidate.ep) for p in unit.parameters if p.trainable)
+        return count * size * (sum(inputs.values()) + gradients) + self._parameter_bytes * max(0.0, trained - weights)
 
     def _kept(self, unit: UnitSpec, candidate: Candidate, recompute: Recompute) -> int:
         spec = unit.activations.get((recompute, self._is_flash), _NOTHING)
@@ -284,6 +353,8 @@ class _UnitBytes:
     recomputed: int
     working: int
     logits: int
+    put_off: int  # between the halves of a split backward
+    weight: int  # the gradient of its largest weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +365,8 @@ class _ChunkBytes:
     logits: int
     taken: int  # the value that comes in, or its gradient
     given: int  # the value that goes out
+    put_off: int
+    weight: int
 
     @property
     def added(self) -> int:
@@ -308,6 +381,7 @@ def num_tokens(candidate: Candidate, seq: int) -> int:
 def _cutting(candidate: Candidate) -> tuple[object, ...]:
     return (
         candidate.micro_batch_size, candidate.cp, candidate.tp, candidate.sequence_parallel, candidate.recompute,
+        schedule_splits_backward(candidate.schedule),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import sub
 
 from hybrid.contracts.partition import BucketPartition, partition_bucket, plan_buckets, shard_elements
@@ -71,7 +71,6 @@ class Planning:
     trained: tuple[PlannedBucket, ...]
     frozen: tuple[PlannedBucket, ...]
     num_trained: int
-    trained_elements: int
     frozen_elements: int
 
 
@@ -105,7 +104,6 @@ class BucketTable:
             trained=self._planned(trained, is_split=is_split),
             frozen=self._planned(frozen, is_split=is_split) if is_split else (),
             num_trained=len(trained),
-            trained_elements=sum(entry.elements for entry in trained),
             frozen_elements=sum(entry.elements for entry in frozen),
         )
 
@@ -178,29 +176,44 @@ class BucketTable:
     def most_gathered(self, buckets: Sequence[Bucket]) -> int:
         """Bytes: what lies around the units, and units in a row: one that computes, those fetched ahead of it.
 
-        The unit before is freed when the next one has come, so two are whole even where nothing is fetched ahead.
+        The unit before is freed when the next one has come, so two are whole even where nothing is fetched ahead. A
+        backward keeps a bucket until the first of the units in it has come.
         """
-        precision = self._precision
-
-        def size(bucket: Bucket) -> int:
-            return bucket.whole * (precision.norm if bucket.planned.is_norm else precision.parameter)
-
-        around = sum(size(bucket) for bucket in buckets if bucket.planned.is_around)
+        around = sum(self._bytes(bucket) for bucket in buckets if bucket.planned.is_around)
         inside = [bucket for bucket in buckets if not bucket.planned.is_around]
-        holds: dict[int, list[int]] = {}
-        for index, bucket in enumerate(inside):
-            for unit in bucket.planned.units:
-                holds.setdefault(unit, []).append(index)
-        units = sorted(holds)
-        window = max(2, 1 + self._prefetch)
+        place = {unit: at for at, unit in enumerate(sorted({unit for b in inside for unit in b.planned.units}))}
+        ahead = max(1, self._prefetch)
         if all(len(bucket.planned.units) == 1 for bucket in inside):
-            sizes = [sum(size(inside[index]) for index in holds[unit]) for unit in units]
-            return around + largest_run(sizes, window)
-        most = 0
-        for start in range(max(1, len(units) - window + 1)):
-            there = {index for unit in units[start : start + window] for index in holds[unit]}
-            most = max(most, sum(size(inside[index]) for index in there))
-        return around + most
+            sizes = [0] * len(place)
+            for bucket in inside:
+                sizes[place[bucket.planned.units[0]]] += self._bytes(bucket)
+            return around + largest_run(sizes, 1 + ahead)
+        changes = [0] * (len(place) + 1)
+        for bucket in inside:
+            first, last = place[min(bucket.planned.units)], place[max(bucket.planned.units)]
+            changes[first] += self._bytes(bucket)
+            changes[min(last + ahead + 1, len(place))] -= self._bytes(bucket)
+        return around + max(accumulate(changes))
+
+    def gathered_again(self, buckets: Sequence[Bucket]) -> int:
+        """Bytes that a forward gathers more than once: of buckets with units that do not stand in a row.
+
+        Such a bucket is freed by a unit between them, unless it is fetched ahead already for the next one in it.
+        """
+        inside = [bucket for bucket in buckets if not bucket.planned.is_around]
+        shared = [bucket for bucket in inside if len(bucket.planned.units) > 1]
+        if not shared:
+            return 0
+        place = {unit: at for at, unit in enumerate(sorted({unit for b in inside for unit in b.planned.units}))}
+        ahead = max(1, self._prefetch)
+        found = 0
+        for bucket in shared:
+            places = sorted(place[unit] for unit in bucket.planned.units)
+            found += self._bytes(bucket) * sum(after - before > ahead for before, after in pairwise(places))
+        return found
+
+    def _bytes(self, bucket: Bucket) -> int:
+        return bucket.whole * (self._precision.norm if bucket.planned.is_norm else self._precision.parameter)
 
 
 def _fullest(partition: BucketPartition) -> int:

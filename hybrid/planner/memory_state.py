@@ -6,6 +6,7 @@ of a real run: `memory_buckets.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +36,8 @@ class StateBytes:
         masters, optimizer_state: as they are.
         gathered: stage 3: the most that is whole at a time.
         gathered_run: stage 3: all of it.
-        bookkeeping: positions of padding (8 bytes each), an element that stands for each gradient, step counters.
+        gathered_again: stage 3: what a forward gathers more than once.
+        bookkeeping: an element that stands for each gradient, step counters.
         own_elements: trained elements of the own shards, padding included.
         apart: of them those that travel in another way: (tp ranks that sum their gradients, whether they are norms of
             another type) -> elements.
@@ -50,6 +52,7 @@ class StateBytes:
     optimizer_state: int = 0
     gathered: int = 0
     gathered_run: int = 0
+    gathered_again: int = 0
     bookkeeping: int = 0
     own_elements: int = 0
     apart: tuple[tuple[tuple[int, bool], int], ...] = ()
@@ -60,23 +63,24 @@ class StateBytes:
         return self.masters + self.optimizer_state + self.gradient_shards
 
     @staticmethod
-    def of_chunks(chunks: Sequence[StateBytes]) -> StateBytes:
-        """Of a rank with these chunks, which work in turn: what is there for a moment is there for one of them."""
-        if len(chunks) == 1:
-            return chunks[0]
+    def of_chunks(chunks: Sequence[tuple[StateBytes, int]]) -> StateBytes:
+        """Of a rank with so many of these chunks, which work in turn: what is there for a moment is there for one."""
+        if len(chunks) == 1 and chunks[0][1] == 1:
+            return chunks[0][0]
         return StateBytes(
-            parameters=sum(chunk.parameters for chunk in chunks),
-            gradients=sum(chunk.gradients for chunk in chunks),
-            two_buckets=max(chunk.two_buckets for chunk in chunks),
-            six_buckets=max(chunk.six_buckets for chunk in chunks),
-            gradient_shards=sum(chunk.gradient_shards for chunk in chunks),
-            masters=sum(chunk.masters for chunk in chunks),
-            optimizer_state=sum(chunk.optimizer_state for chunk in chunks),
-            gathered=max(chunk.gathered for chunk in chunks),
-            gathered_run=max(chunk.gathered_run for chunk in chunks),
-            bookkeeping=sum(chunk.bookkeeping for chunk in chunks),
-            own_elements=sum(chunk.own_elements for chunk in chunks),
-            apart=tuple(one for chunk in chunks for one in chunk.apart),
+            parameters=sum(chunk.parameters * count for chunk, count in chunks),
+            gradients=sum(chunk.gradients * count for chunk, count in chunks),
+            two_buckets=max(chunk.two_buckets for chunk, _ in chunks),
+            six_buckets=max(chunk.six_buckets for chunk, _ in chunks),
+            gradient_shards=sum(chunk.gradient_shards * count for chunk, count in chunks),
+            masters=sum(chunk.masters * count for chunk, count in chunks),
+            optimizer_state=sum(chunk.optimizer_state * count for chunk, count in chunks),
+            gathered=max(chunk.gathered for chunk, _ in chunks),
+            gathered_run=max(chunk.gathered_run for chunk, _ in chunks),
+            gathered_again=sum(chunk.gathered_again * count for chunk, count in chunks),
+            bookkeeping=sum(chunk.bookkeeping * count for chunk, count in chunks),
+            own_elements=sum(chunk.own_elements * count for chunk, count in chunks),
+            apart=tuple(one for chunk, count in chunks for one in chunk.apart * count),
         )
 
 
@@ -95,13 +99,13 @@ class _ChunkLook:
 
 @dataclass(frozen=True, slots=True)
 class _Looks:
-    """The different ranks of a pipeline, and which of them each rank is.
+    """The different ranks of a pipeline, each with how many chunks of a look it has, and which of them each rank is.
 
     `chunks` is held so that its id stays its own.
     """
 
     chunks: tuple[range, ...]
-    ranks: tuple[tuple[_ChunkLook, ...], ...]
+    ranks: tuple[tuple[tuple[_ChunkLook, int], ...], ...]
     places: tuple[int, ...]
 
 
@@ -139,14 +143,16 @@ class StateTable:
         pp, placement = candidate.pp, schedule_placement(candidate.schedule)
         key = (id(chunks), pp, placement)
         if key not in self._looks:
-            ranks: dict[tuple[object, ...], tuple[_ChunkLook, ...]] = {}
+            ranks: dict[tuple[object, ...], tuple[tuple[_ChunkLook, int], ...]] = {}
             order = []
             for pp_rank in range(pp):
                 mine = tuple(chunks[at] for at in chunks_on(pp_rank, pp, len(chunks), placement))
                 skipped, shared = self._tied(mine, chunks)
                 held = tuple(self._chunk_look(chunk, skipped, shared, pp) for chunk in mine)
                 alike = tuple(look.key for look in held)
-                ranks.setdefault(alike, held)
+                if alike not in ranks:
+                    counts = Counter(alike)
+                    ranks[alike] = tuple((look, counts[key]) for key, look in {one.key: one for one in held}.items())
                 order.append(alike)
             number = {alike: place for place, alike in enumerate(ranks)}
             self._looks[key] = _Looks(chunks, tuple(ranks.values()), tuple(number[alike] for alike in order))
@@ -163,9 +169,13 @@ class StateTable:
         return _ChunkLook(key, chunk, skipped, shared)
 
     def _of_rank(
-        self, held: Sequence[_ChunkLook], candidate: Candidate, cutting: tuple[object, ...], shard: int | None
+        self,
+        held: Sequence[tuple[_ChunkLook, int]],
+        candidate: Candidate,
+        cutting: tuple[object, ...],
+        shard: int | None,
     ) -> StateBytes:
-        return StateBytes.of_chunks([self._of_chunk(look, candidate, cutting, shard) for look in held])
+        return StateBytes.of_chunks([(self._of_chunk(look, candidate, cutting, shard), count) for look, count in held])
 
     def _of_chunk(
         self, look: _ChunkLook, candidate: Candidate, cutting: tuple[object, ...], shard: int | None
@@ -199,6 +209,18 @@ class StateTable:
                     ties.setdefault(owner, [owner]).append((at, index))
         return {owner: tuple(sorted(holders)) for owner, holders in ties.items()}
 
+    @cached_property
+    def _around_blocks(self) -> frozenset[str]:
+        """Modules with blocks inside."""
+        paths = [unit.name.split(".") for unit in self._model.blocks]
+        return frozenset(".".join(path[:length]) for path in paths for length in range(1, len(path)))
+
+    def _layer_of(self, name: str) -> str:
+        """Which module outside the blocks a pipeline takes as a whole: the largest one without blocks inside."""
+        path = name.split(".")
+        prefixes = (".".join(path[:length]) for length in range(1, len(path)))
+        return next((prefix for prefix in prefixes if prefix not in self._around_blocks), "")
+
     def _tied(
         self, mine: Sequence[range], chunks: Sequence[range]
     ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
@@ -227,7 +249,11 @@ class StateTable:
             if not (is_around and was_around):
                 place += 1
             was_around = is_around
+            layer = ""
             for index, parameter in enumerate(unit.parameters):
+                if candidate.pp > 1 and unit.kind != "block":
+                    before, layer = layer, self._layer_of(parameter.name)
+                    place += before not in {"", layer}
                 if (at, index) in skipped:
                     continue
                 tp_ranks = _tp_ranks(unit, parameter, candidate)
@@ -249,16 +275,27 @@ class StateTable:
     def _count(self, planning: Planning, candidate: Candidate, shard: int | None) -> StateBytes:
         precision, optimizer = self._precision, self._optimizer
         buckets = self._buckets.cut(planning.trained, candidate, shard)
-        own = sum(bucket.own for bucket in buckets)
-        whole = sum(bucket.whole for bucket in buckets)
-        padding = whole - planning.trained_elements
-        widths = [self._widths(bucket.planned.is_norm) for bucket in buckets]
-        parameters = sum(b.whole * width for b, (width, _, _) in zip(buckets, widths, strict=True))
+        own = owned = slices = parameters = shards = masters = stands = 0
+        gradients: list[int] = []
+        apart = []
+        plain, norm = self._widths(False), self._widths(True)
+        for bucket in buckets:
+            planned, part = bucket.planned, bucket.own
+            width, gradient, master = norm if planned.is_norm else plain
+            own += part
+            owned += bucket.owned
+            slices += bucket.slices
+            parameters += bucket.whole * width
+            gradients.append(bucket.whole * gradient)
+            shards += part * gradient
+            masters += part * master
+            stands += len(planned.sizes) * width
+            if planned.tp_ranks > 1 or planned.is_norm:
+                apart.append(((planned.tp_ranks, planned.is_norm), part))
         parameters += planning.frozen_elements * precision.parameter
-        gathered = gathered_run = 0
+        gathered = gathered_run = gathered_again = 0
         if candidate.zero_stage == 3:
             frozen_buckets = self._buckets.cut(planning.frozen, candidate, shard)
-            padding += sum(bucket.whole - bucket.planned.elements for bucket in frozen_buckets)
             everything = [*buckets, *frozen_buckets]
             cut = [bucket for bucket in everything if bucket.num_shards > 1]
             # Where nobody shares the state there is nothing to gather, and no shard beside the whole.
@@ -266,27 +303,21 @@ class StateTable:
                 (b.own if b.num_shards > 1 else b.whole) * self._widths(b.planned.is_norm)[0] for b in everything
             )
             gathered = self._buckets.most_gathered(cut)
+            gathered_again = self._buckets.gathered_again(cut)
             gathered_run = sum(bucket.whole * self._widths(bucket.planned.is_norm)[0] for bucket in cut)
-        counters = 4 * sum(bucket.slices for bucket in buckets) if optimizer.name in _COUNTING else 0
-        gradients = [bucket.whole * width for bucket, (_, width, _) in zip(buckets, widths, strict=True)]
-        apart = [
-            ((bucket.planned.tp_ranks, bucket.planned.is_norm), bucket.own)
-            for bucket in buckets
-            if bucket.planned.tp_ranks > 1 or bucket.planned.is_norm
-        ]
+        counters = 4 * slices if optimizer.name in _COUNTING else 0
         return StateBytes(
             parameters=parameters,
             gradients=sum(gradients),
             two_buckets=largest_run(gradients, 2),
             six_buckets=largest_run(gradients, 6),
-            gradient_shards=sum(b.own * width for b, (_, width, _) in zip(buckets, widths, strict=True)),
-            masters=sum(b.own * width for b, (_, _, width) in zip(buckets, widths, strict=True)),
-            optimizer_state=sum(bucket.owned for bucket in buckets) * optimizer.state,
+            gradient_shards=shards,
+            masters=masters,
+            optimizer_state=owned * optimizer.state,
             gathered=gathered,
             gathered_run=gathered_run,
-            bookkeeping=8 * padding
-            + sum(len(b.planned.sizes) * width[0] for b, width in zip(buckets, widths, strict=True))
-            + counters,
+            gathered_again=gathered_again,
+            bookkeeping=stands + counters,
             own_elements=own,
             apart=tuple(apart),
         )

@@ -104,6 +104,11 @@ class MatmulSpec:
         """Forward, whole: two per multiply-add."""
         return 2.0 * self.in_features * self.out_features * self.tokens_share
 
+    @property
+    def is_put_off(self) -> bool:
+        """Whether a split backward leaves the gradient of its weight to W; those of experts and on data come in I."""
+        return self.has_weight_gradient and self.has_input_gradient and self.num_groups == 1 and self.cut != "expert"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:

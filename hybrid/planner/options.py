@@ -5,7 +5,8 @@
     state_options   + zero_stage, shard_size, grad_reduce, reshard_after: what decides memory and data-parallel traffic
 
 `gpipe` is tried too: it keeps more micro-batches than `1f1b`, but where messages between stages take long it can be
-faster, since no forward waits for a backward to come back. The search leaves out those that are not.
+faster, since no forward waits for a backward to come back. The search leaves out those that are not. `zb-h1` and `zbv`
+split each backward, for a smaller bubble at the price of what is kept between its halves.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from dataclasses import fields
 from math import gcd
 from typing import Any
 
+from hybrid.contracts.schedule import usual_virtual_stages
 from hybrid.planner.constraints import divisors, state_problems
 from hybrid.planner.job import Candidate
 from hybrid.planner.model_spec import Recompute
 from hybrid.planner.request import Request
 from hybrid.planner.stages import num_layers
 
-__all__ = ["bases", "least_memory", "shapes", "state_options"]
+__all__ = ["SCHEDULES", "bases", "least_memory", "shapes", "state_options"]
 
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv")
 _VIRTUAL_STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_SHARD_SIZES = 6
 _NAMES = tuple(item.name for item in fields(Candidate))
@@ -92,8 +95,8 @@ def _orders(request: Request, shape: Candidate) -> Iterator[tuple[str, int]]:
     if shape.pp == 1:
         yield fixed.get("schedule", "1f1b"), fixed.get("virtual_stages", 1)
         return
-    for schedule in _values(fixed, "schedule", ("1f1b", "gpipe", "interleaved")):
-        chunks = _VIRTUAL_STAGES[1:] if schedule == "interleaved" else (1,)
+    for schedule in _values(fixed, "schedule", SCHEDULES):
+        chunks = _VIRTUAL_STAGES[1:] if schedule == "interleaved" else (usual_virtual_stages(schedule),)
         for virtual_stages in _values(fixed, "virtual_stages", chunks):
             if shape.pp * virtual_stages <= num_layers(request.job.model):
                 yield schedule, virtual_stages

@@ -10,7 +10,8 @@ order lets s - r + 1 others follow it, so the cycle of these ranks is
 
     (sum over r..s of forward and backward + twice the transfers between them) / (s - r + 1)
 
-of which r = s, the slowest rank by itself, is the longest where transfers are short. A test compares with the whole
+of which r = s, the slowest rank by itself, is the longest where transfers are short. Under zb-h1 backward is I there,
+and the cycle has the W of rank r besides, which stands between two of its micro-batches. A test compares with the whole
 schedule.
 """
 
@@ -21,12 +22,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from hybrid.planner.action_numbers import rank_orders
+from hybrid.contracts.chunk_placement import ChunkPlacement, chunks_on
+from hybrid.contracts.schedule_choice import schedule_placement
+from hybrid.planner.action_numbers import WEIGHTS, rank_orders
 
 __all__ = ["PipelineSeconds", "pipeline_seconds"]
 
 # Micro-batches up to which a schedule is played whole, in multiples of the number of stages; and the most actions for
-# which a second play is worth its time, to tell the period of interleaved chunks.
+# which a second play is worth its time, to tell the period of several chunks.
 _PLAYED_TURNS = 3
 _MOST_ACTIONS = 6000
 
@@ -39,9 +42,9 @@ class PipelineSeconds:
     busy_seconds: tuple[float, ...]
 
 
-# (rank, chunk, is forward, index of the action on another rank that it reads or -1, cut that this crosses), in an order
-# in which all that each reads comes before it.
-_Program = tuple[tuple[int, int, bool, int, int], ...]
+# (rank, chunk, kind as in `Step`, index of the action of another chunk that it reads or -1, cut that this crosses), in
+# an order in which all that each reads comes before it.
+_Program = tuple[tuple[int, int, int, int, int], ...]
 
 
 def pipeline_seconds(
@@ -53,16 +56,30 @@ def pipeline_seconds(
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     transfer_seconds: Sequence[float],
+    weight_seconds: Sequence[float] = (),
 ) -> PipelineSeconds:
-    """Costs per chunk, transfers per cut between chunks."""
+    """Costs per chunk, transfers per cut between chunks.
+
+    Args:
+        backward_seconds: of a whole backward, or of its half I where the schedule splits it.
+        weight_seconds: of W there.
+    """
     p, m, v = num_stages, num_micro_batches, virtual_stages
+    weights = weight_seconds or (0.0,) * (p * v)
+    placement = schedule_placement(name)
     busy = tuple(
-        m * sum(forward_seconds[chunk] + backward_seconds[chunk] for chunk in range(rank, p * v, p))
+        m
+        * sum(
+            forward_seconds[chunk] + backward_seconds[chunk] + weights[chunk]
+            for chunk in chunks_on(rank, p, p * v, placement)
+        )
         for rank in range(p)
     )
     if p == 1:
         return PipelineSeconds(end_seconds=busy, busy_seconds=busy)
-    costs = forward_seconds, backward_seconds, transfer_seconds
+    if placement is ChunkPlacement.V:  # where it turns nothing is sent
+        transfer_seconds = [0.0 if cut % p == p - 1 else one for cut, one in enumerate(transfer_seconds)]
+    costs = forward_seconds, backward_seconds, weights, transfer_seconds
     played = m if m <= _PLAYED_TURNS * p else _PLAYED_TURNS * p
     ends = _play(_program(name, p, played, v), p, *costs)
     if played < m:
@@ -74,17 +91,19 @@ def pipeline_seconds(
             return PipelineSeconds(end_seconds=tuple(ends), busy_seconds=busy)
         if v == 1:
             period = _period(*costs)
-        elif 2 * p * v * played <= _MOST_ACTIONS:
+        elif (3 if weight_seconds else 2) * p * v * played <= _MOST_ACTIONS:
             before = _play(_program(name, p, played - p, v), p, *costs)
             period = max(period, max(end - earlier for end, earlier in zip(ends, before, strict=True)) / p)
         ends = [end + more * period for end in ends]
     return PipelineSeconds(end_seconds=tuple(ends), busy_seconds=busy)
 
 
-def _period(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]) -> float:
-    """The longest cycle of 1f1b per micro-batch."""
+def _period(
+    forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], transfer: Sequence[float]
+) -> float:
+    """The longest cycle of 1f1b or zb-h1 per micro-batch."""
     work = [a + b for a, b in zip(forward, backward, strict=True)]
-    longest = max(work)
+    longest = max(a + b for a, b in zip(work, weights, strict=True))
     if not any(transfer):
         return longest
     sums = [0.0, *accumulate(work)]
@@ -92,53 +111,62 @@ def _period(forward: Sequence[float], backward: Sequence[float], transfer: Seque
     size = len(work)
     for first in range(size):
         for last in range(first + 1, size):
-            cycle = sums[last + 1] - sums[first] + ways[last] - ways[first]
+            cycle = sums[last + 1] - sums[first] + ways[last] - ways[first] + weights[first]
             longest = max(longest, cycle / (last - first + 1))
     return longest
 
 
 @lru_cache(maxsize=512)
 def _program(name: str, p: int, m: int, v: int) -> _Program:
-    # That a backward comes behind its own forward follows from the order of its rank.
+    # That a backward comes behind its own forward, and W behind I, follows from the order of its rank.
     places = m * p * v
     orders = rank_orders(name, p, m, v)
+    placed = [chunks_on(rank, p, p * v, schedule_placement(name)) for rank in range(p)]
     index = [-1] * (2 * places)
-    steps: list[tuple[int, int, bool, int, int]] = []
+    steps: list[tuple[int, int, int, int, int]] = []
     reached = [0] * p
     has_moved = True
     while has_moved:
         has_moved = False
         for rank, order in enumerate(orders):
-            for turn, is_forward, micro_batch in order[reached[rank] :]:
-                chunk, source, cut = turn * p + rank, -1, 0
-                own = chunk * m + micro_batch + (0 if is_forward else places)
-                if is_forward and chunk > 0:
-                    source, cut = index[own - m], chunk - 1
-                elif not is_forward and chunk < p * v - 1:
-                    source, cut = index[own + m], chunk
-                if source < 0 and chunk != (0 if is_forward else p * v - 1):
-                    break
-                index[own] = len(steps)
-                steps.append((rank, chunk, is_forward, source, cut))
+            own_chunks = placed[rank]
+            for turn, kind, micro_batch in order[reached[rank] :]:
+                chunk, source, cut = own_chunks[turn], -1, 0
+                if kind != WEIGHTS:
+                    own = chunk * m + micro_batch + (0 if kind else places)
+                    if kind and chunk > 0:
+                        source, cut = index[own - m], chunk - 1
+                    elif not kind and chunk < p * v - 1:
+                        source, cut = index[own + m], chunk
+                    if source < 0 and chunk != (0 if kind else p * v - 1):
+                        break
+                    index[own] = len(steps)
+                steps.append((rank, chunk, kind, source, cut))
                 reached[rank] += 1
                 has_moved = True
     return tuple(steps)
 
 
 def _play(
-    program: _Program, p: int, forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]
+    program: _Program,
+    p: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weights: Sequence[float],
+    transfer: Sequence[float],
 ) -> list[float]:
     """When each rank ends."""
+    costs = backward, forward, weights
     free = [0.0] * p
     ends: list[float] = []
     append = ends.append
-    for rank, chunk, is_forward, source, cut in program:
+    for rank, chunk, kind, source, cut in program:
         start = free[rank]
         if source >= 0:
             arrival = ends[source] + transfer[cut]
             if arrival > start:
                 start = arrival
-        end = start + (forward[chunk] if is_forward else backward[chunk])
+        end = start + costs[kind][chunk]
         free[rank] = end
         append(end)
     return free

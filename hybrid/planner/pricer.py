@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hybrid.contracts.chunk_placement import ChunkPlacement
 from hybrid.contracts.schedule import make_schedule
+from hybrid.contracts.schedule_choice import schedule_placement, schedule_splits_backward
 from hybrid.contracts.schedule_timing import Timeline, time_schedule
 from hybrid.planner.axis_links import axis_links
+from hybrid.planner.chunk_seconds import ChunkSeconds, PricedChunk, placed
 from hybrid.planner.collectives import collective_seconds, measured_fabric
-from hybrid.planner.data_parallel import ChunkState, StateLinks, StateSeconds, chunk_state, state_seconds
+from hybrid.planner.data_parallel import (
+    ChunkState,
+    StateLinks,
+    StateSeconds,
+    UnitWaits,
+    chunk_state,
+    state_seconds,
+)
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.model_spec import UnitSpec
 from hybrid.planner.pipeline_time import pipeline_seconds
 from hybrid.planner.software import software_of
+from hybrid.planner.stage_messages import StageMessages
 from hybrid.planner.stages import stage_units
-from hybrid.planner.unit_time import UnitSeconds, UnitSetting, unit_time
+from hybrid.planner.unit_time import UnitSeconds, UnitSetting, recomputing, unit_time
 
 __all__ = ["PARTS", "Priced", "Pricer"]
 
@@ -38,16 +49,6 @@ class Priced:
     stage_seconds: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Of one chunk and micro-batch; `parts` of forward and backward together."""
-
-    forward: float
-    backward: float
-    parts: tuple[tuple[str, float], ...]
-    state: ChunkState
-
-
 class Pricer:
     """Prices candidates of one job. Not for use from several threads at once."""
 
@@ -59,11 +60,16 @@ class Pricer:
         looks: dict[object, int] = {}
         self._look = {id(unit): looks.setdefault(unit.look, len(looks)) for unit in job.model.units}
         self._units: dict[tuple[object, ...], UnitSeconds] = {}
-        self._chunks: dict[tuple[object, ...], _Chunk] = {}
+        self._messages = StageMessages(job, self.software, self._fabric, self._links)
+        self._chunks: dict[tuple[object, ...], PricedChunk] = {}
         # With the stages, which are known by their id, so that it stays theirs.
-        self._priced: dict[tuple[object, ...], tuple[object, list[_Chunk]]] = {}
+        self._looks: dict[int, tuple[object, list[tuple[int, ...]]]] = {}
+        self._priced: dict[tuple[object, ...], tuple[object, list[PricedChunk]]] = {}
         self._states: dict[tuple[object, ...], ChunkState] = {}
         self._plain_ends: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._untied: dict[int, ChunkState] = {}
+        self._known_states: dict[tuple[object, ...], StateSeconds] = {}
+        self._unit_waits: dict[tuple[object, ...], UnitWaits] = {}
 
     def least_seconds(self, candidate: Candidate) -> float:
         """Not more than `price` gives.
@@ -71,49 +77,67 @@ class Pricer:
         What a rank waits for its state makes no action shorter, so that it ends no sooner than without, nor sooner
         than it can do its own work.
         """
-        p, m = candidate.pp, candidate.num_micro_batches
+        m = candidate.num_micro_batches
         chunks = self._priced_chunks(candidate)
         states = self._state_of_ranks(chunks, candidate)
-        forward, backward = _with_waits(chunks, states)
+        waiting = ChunkSeconds.waiting(chunks, states, candidate)
         ends = self._ends_without_waits(candidate, chunks)
         ready = max(
-            max(ends[rank], m * sum(forward[c] + backward[c] for c in range(rank, len(chunks), p)))
-            + state.last_reduction
-            for rank, state in enumerate(states)
+            max(end, m * waiting.of_rank(own)) + state.last_reduction
+            for end, own, state in zip(ends, placed(candidate, len(chunks)), states, strict=True)
         )
         after = max(state.optimizer + state.gather for state in states)
         return (ready + after + self.software.step_seconds) * _ROUNDED
 
-    def _ends_without_waits(self, candidate: Candidate, chunks: Sequence[_Chunk]) -> tuple[float, ...]:
+    def least_base_seconds(self, candidate: Candidate, *, is_played: bool) -> float:
+        """Not more than `price` gives of any way to cut the state."""
+        chunks = self._priced_chunks(candidate)
+        ready = max(self._ends_without_waits(candidate, chunks)) if is_played else self._critical(candidate, chunks)
+        return (ready + self.software.step_seconds) * _ROUNDED
+
+    def _critical(self, candidate: Candidate, chunks: Sequence[PricedChunk]) -> float:
+        """What the slowest rank needs for its work, the first micro-batch to get there, and the last gradient back.
+
+        Where backward is split, a rank may end with weights, for which no other waits.
+        """
+        shown, delays = self._messages.of(candidate, len(chunks))
+        seconds = ChunkSeconds.plain(chunks).with_messages(shown)
+        is_split = schedule_splits_backward(candidate.schedule)
+        most = head = tail = 0.0
+        for rank, own in enumerate(placed(candidate, len(chunks))):
+            most = max(most, head + candidate.num_micro_batches * seconds.of_rank(own) + tail)
+            if rank < len(delays):
+                head += seconds.forward[rank] + delays[rank]
+                tail += 0.0 if is_split else seconds.backward[rank] + delays[rank]
+        return most
+
+    def _ends_without_waits(self, candidate: Candidate, chunks: Sequence[PricedChunk]) -> tuple[float, ...]:
         key: tuple[object, ...] = (candidate.schedule, candidate.pp, candidate.virtual_stages)
         key = (*key, candidate.num_micro_batches, *map(id, chunks))
         known = self._plain_ends.get(key)
         if known is None:
-            known = self._play(candidate, [c.forward for c in chunks], [c.backward for c in chunks])
-            self._plain_ends[key] = known
+            known = self._plain_ends[key] = self._play(candidate, ChunkSeconds.plain(chunks))
         return known
 
     def price(self, candidate: Candidate) -> Priced:
         p, m = candidate.pp, candidate.num_micro_batches
         chunks = self._priced_chunks(candidate)
-        size = len(chunks)
-        ranks = range(p)
+        mine = placed(candidate, len(chunks))
         states = self._state_of_ranks(chunks, candidate)
-        forward, backward = _with_waits(chunks, states)
-        own = [m * sum(forward[c] + backward[c] for c in range(rank, size, p)) for rank in ranks]
-        is_waiting = forward != [c.forward for c in chunks] or backward != [c.backward for c in chunks]
-        ends = self._play(candidate, forward, backward) if is_waiting else self._ends_without_waits(candidate, chunks)
-        shown, delays = self._messages(candidate, size)
+        plain, waiting = ChunkSeconds.plain(chunks), ChunkSeconds.waiting(chunks, states, candidate)
+        own = [m * waiting.of_rank(chunks_here) for chunks_here in mine]
+        ends = self._ends_without_waits(candidate, chunks) if waiting == plain else self._play(candidate, waiting)
+        shown, delays = self._messages.of(candidate, len(chunks))
         ready = [end + state.last_reduction for end, state in zip(ends, states, strict=True)]
         tied = self._tied_seconds(chunks[-1], candidate)
         if tied:
             ready[0] = ready[-1] = max(ready[0], ready[-1]) + tied
-        last = max(ranks, key=lambda rank: ready[rank])
+        last = max(range(p), key=lambda rank: ready[rank])
 
         parts = dict.fromkeys(PARTS, 0.0)
         state = states[last]
-        for chunk in chunks[last::p]:
-            for name, seconds in chunk.parts:
+        for place in mine[last]:
+            for name, seconds in chunks[place].parts:
                 parts[name] += m * seconds
         parts["gather_exposed"] += m * (sum(state.forward_gathers) + sum(state.backward_gathers))
         parts["dp_exposed"] += m * sum(state.reductions) + state.last_reduction
@@ -123,7 +147,7 @@ class Pricer:
             idle -= tied
         if p > 1:
             # Waiting that messages make: what shows of each, and one way forth and back to fill and drain the pipeline.
-            moved = m * sum(shown[c] for c in range(last, size, p)) + 2 * sum(delays)
+            moved = m * sum(shown[c] for c in mine[last]) + 2 * sum(delays)
             parts["pp_transfer"] = min(idle, moved)
             parts["pp_bubble"] = idle - parts["pp_transfer"]
         after = max(states, key=lambda state: state.optimizer + state.gather)
@@ -148,8 +172,9 @@ class Pricer:
     def timeline(self, candidate: Candidate) -> Timeline:
         """The schedule on the clock, every action by name."""
         chunks = self._priced_chunks(candidate)
-        forward, backward = _with_waits(chunks, self._state_of_ranks(chunks, candidate))
-        shown, delays = self._messages(candidate, len(chunks))
+        waiting = ChunkSeconds.waiting(chunks, self._state_of_ranks(chunks, candidate), candidate)
+        shown, delays = self._messages.of(candidate, len(chunks))
+        seconds = waiting.with_messages(shown)
         schedule = make_schedule(
             candidate.schedule,
             num_stages=candidate.pp,
@@ -158,8 +183,10 @@ class Pricer:
         )
         return time_schedule(
             schedule,
-            forward_seconds=[a + b / 2 for a, b in zip(forward, shown, strict=True)],
-            backward_seconds=[a + b / 2 for a, b in zip(backward, shown, strict=True)],
+            forward_seconds=seconds.forward,
+            backward_seconds=[a + b for a, b in zip(seconds.backward, seconds.weights, strict=True)],
+            input_seconds=seconds.backward,
+            weight_seconds=seconds.weights,
             transfer_seconds=delays,
         )
 
@@ -182,6 +209,7 @@ class Pricer:
             sequence_parallel=candidate.sequence_parallel,
             recompute=candidate.recompute,
             is_flash=job.is_flash,
+            is_split=self._is_shown(candidate),
             tp_links=self._links.of(candidate, ("tp",)),
             cp_links=self._links.of(candidate, ("cp",)),
             ep_links=self._links.of_experts(candidate, is_data_parallel=False),
@@ -195,44 +223,65 @@ class Pricer:
             self._links.of(c, ("cp",)),
             self._links.of_experts(c, is_data_parallel=False),
         )
-        return (c.micro_batch_size, c.tp, c.cp, c.ep, c.sequence_parallel, c.recompute, *map(id, links))
+        is_shown = self._is_shown(candidate)
+        return (c.micro_batch_size, c.tp, c.cp, c.ep, c.sequence_parallel, c.recompute, is_shown, *map(id, links))
+
+    def _is_shown(self, candidate: Candidate) -> bool:
+        """Whether no product of a weight gradient hides what tensor parallel sends in a backward; usually one does."""
+        return self.software.tp_backward_overlap_fraction > 0 and schedule_splits_backward(candidate.schedule)
 
     def _unit(self, unit: UnitSpec, setting: UnitSetting, key: tuple[object, ...]) -> UnitSeconds:
         own = (self._look[id(unit)], key)
         known = self._units.get(own)
         if known is None:
-            known = self._units[own] = unit_time(unit, setting)
+            # The phases are the same for each way to recompute.
+            plain = (self._look[id(unit)], key[:5], key[6:])
+            if plain not in self._units:
+                self._units[plain] = unit_time(unit, setting)
+            known = self._units[own] = recomputing(unit, self._units[plain], setting)
         return known
 
-    def _priced_chunks(self, candidate: Candidate) -> list[_Chunk]:
+    def _priced_chunks(self, candidate: Candidate) -> list[PricedChunk]:
         key = self._key(candidate)
+        is_split = schedule_splits_backward(candidate.schedule)
         stages = stage_units(self.job, candidate)
-        known = self._priced.get((id(stages), key))
+        known = self._priced.get((id(stages), is_split, key))
         if known is None:
             setting: UnitSetting | None = None
             found = []
-            for units in stages:
-                looks = tuple(self._look[id(unit)] for unit in units)
-                chunk = self._chunks.get((looks, key))
+            if id(stages) not in self._looks:
+                self._looks[id(stages)] = stages, [tuple(self._look[id(unit)] for unit in units) for units in stages]
+            for units, looks in zip(stages, self._looks[id(stages)][1], strict=True):
+                chunk = self._chunks.get((looks, is_split, key))
                 if chunk is None:
                     setting = setting or self._setting(candidate)
-                    chunk = self._chunks[looks, key] = self._chunk(units, looks, setting, key)
+                    chunk = self._chunk(units, looks, setting, key, is_split=is_split)
+                    self._chunks[looks, is_split, key] = chunk
                 found.append(chunk)
-            known = self._priced[id(stages), key] = stages, found
+            known = self._priced[id(stages), is_split, key] = stages, found
         return known[1]
 
     def _chunk(
-        self, units: Sequence[UnitSpec], looks: tuple[int, ...], setting: UnitSetting, key: tuple[object, ...]
-    ) -> _Chunk:
+        self,
+        units: Sequence[UnitSpec],
+        looks: tuple[int, ...],
+        setting: UnitSetting,
+        key: tuple[object, ...],
+        *,
+        is_split: bool,
+    ) -> PricedChunk:
         parts = dict.fromkeys(PARTS, 0.0)
         fixed = self.software.micro_batch_seconds
         forward = backward = fixed
-        parts["host"] = 2 * fixed
+        weights = fixed if is_split else 0.0
+        parts["host"] = 2 * fixed + weights
         first = dict(zip(reversed(looks), reversed(units), strict=True))
         for look, unit in first.items():
             seconds, times = self._unit(unit, setting, key), looks.count(look)
             forward += times * seconds.forward.total
-            backward += times * seconds.backward_total
+            put_off = seconds.weights if is_split else 0.0
+            backward += times * (seconds.backward_total - put_off)
+            weights += times * put_off
             for phase in (seconds.forward, seconds.backward):
                 parts["compute"] += times * phase.compute
                 parts["attention"] += times * phase.attention
@@ -248,45 +297,68 @@ class Pricer:
             state = self._states[place] = chunk_state(units, tp=setting.tp, ep=setting.ep, job=self.job)
         added = (state.dense + state.expert) * self.software.accumulate_bytes
         added /= setting.device.memory_bytes_per_second * self.software.memory_fraction
-        backward += added
+        if is_split:
+            weights += added
+        else:
+            backward += added
         parts["elementwise"] += added
-        return _Chunk(forward, backward, tuple((name, value) for name, value in parts.items() if value), state)
+        own = tuple((name, value) for name, value in parts.items() if value)
+        return PricedChunk(forward, backward, weights, own, state)
 
     # ---------------------------------------------------------------- state
 
-    def _state_of_ranks(self, chunks: Sequence[_Chunk], candidate: Candidate) -> list[StateSeconds]:
+    def _state_of_ranks(self, chunks: Sequence[PricedChunk], candidate: Candidate) -> list[StateSeconds]:
         """Per pipeline rank; ranks with equal chunks share it."""
-        known: dict[tuple[int, ...], StateSeconds] = {}
+        c = candidate
+        run = (c.schedule, c.num_micro_batches) if c.reshard_after == "run" else ()
+        cutting = (
+            c.pp, c.dp_replicate, c.dp_shard, c.zero_stage, c.grad_reduce, run, c.is_overlapped, c.is_offloaded,
+        )  # fmt: skip
+        known = self._known_states
         found = []
-        for rank in range(candidate.pp):
-            own = chunks[rank :: candidate.pp]
-            place = tuple(map(id, own))
-            if place not in known:
-                known[place] = self._state(own, candidate)
-            found.append(known[place])
+        for places in placed(candidate, len(chunks)):
+            own = [chunks[place] for place in places]
+            is_whole = candidate.pp > 1 and {0, len(chunks) - 1} <= set(places)
+            key = (cutting, is_whole, *map(id, own))
+            state = known.get(key)
+            if state is None:
+                parts = [chunk.state for chunk in own]
+                if is_whole and parts[-1].tied:  # what is tied to the beginning lies on this rank once
+                    parts[-1] = self._without_ties(parts[-1])
+                state = known[key] = self._state(own, parts, candidate)
+            found.append(state)
         return found
 
-    def _state(self, chunks: Sequence[_Chunk], candidate: Candidate) -> StateSeconds:
+    def _without_ties(self, state: ChunkState) -> ChunkState:
+        if id(state) not in self._untied:
+            self._untied[id(state)] = replace(state, dense=state.dense - state.tied, tied=0)
+        return self._untied[id(state)]
+
+    def _state(self, chunks: Sequence[PricedChunk], parts: Sequence[ChunkState], candidate: Candidate) -> StateSeconds:
         over_experts = self._links.of_experts(candidate, is_data_parallel=True)
         return state_seconds(
             self.job,
             candidate,
             software=self.software,
             fabric=self._fabric,
-            chunks=[chunk.state for chunk in chunks],
+            chunks=parts,
             forward_seconds=[chunk.forward for chunk in chunks],
             backward_seconds=[chunk.backward for chunk in chunks],
+            weight_seconds=(
+                [chunk.weights for chunk in chunks] if schedule_splits_backward(candidate.schedule) else None
+            ),
             dense=StateLinks(
                 shard=self._links.of(candidate, ("dp_shard", "cp")),
                 replica=self._links.of(candidate, ("dp_replicate",)),
                 whole=self._links.of(candidate, ("dp_replicate", "dp_shard", "cp")),
             ),
             expert=StateLinks(shard=over_experts, replica=None, whole=over_experts),
+            known_waits=self._unit_waits,
         )
 
-    def _tied_seconds(self, last: _Chunk, candidate: Candidate) -> float:
+    def _tied_seconds(self, last: PricedChunk, candidate: Candidate) -> float:
         """Gradients of a weight that the first and the last stage hold, summed once per step."""
-        if candidate.pp == 1 or not last.state.tied:
+        if candidate.pp == 1 or not last.state.tied or schedule_placement(candidate.schedule) is ChunkPlacement.V:
             return 0.0
         links = self._links.of_stages(candidate, 0, candidate.pp - 1)
         shards = candidate.dp_shard * candidate.cp if candidate.zero_stage else 1
@@ -295,54 +367,17 @@ class Pricer:
 
     # ---------------------------------------------------------------- pipeline
 
-    def _messages(self, candidate: Candidate, num_chunks: int) -> tuple[list[float], list[float]]:
-        """What each chunk waits for its messages per micro-batch, and what delays the others at each cut."""
-        transfers = self._transfers(candidate, num_chunks)
-        share = self.software.pp_exposed_fraction
-        shown = [0.0] * num_chunks
-        for cut, seconds in enumerate(transfers):
-            for chunk in (cut, cut + 1):
-                shown[chunk] += seconds * share
-        return shown, [seconds * (1 - share) for seconds in transfers]
-
-    def _play(self, candidate: Candidate, forward: Sequence[float], backward: Sequence[float]) -> tuple[float, ...]:
+    def _play(self, candidate: Candidate, seconds: ChunkSeconds) -> tuple[float, ...]:
         """When each rank ends."""
-        shown, delays = self._messages(candidate, len(forward))
+        shown, delays = self._messages.of(candidate, len(seconds.forward))
+        seconds = seconds.with_messages(shown)
         return pipeline_seconds(
             candidate.schedule,
             num_stages=candidate.pp,
             num_micro_batches=candidate.num_micro_batches,
             virtual_stages=candidate.virtual_stages,
-            forward_seconds=[a + b / 2 for a, b in zip(forward, shown, strict=True)],
-            backward_seconds=[a + b / 2 for a, b in zip(backward, shown, strict=True)],
+            forward_seconds=seconds.forward,
+            backward_seconds=seconds.backward,
+            weight_seconds=seconds.weights if schedule_splits_backward(candidate.schedule) else (),
             transfer_seconds=delays,
         ).end_seconds
-
-    def _transfers(self, candidate: Candidate, num_chunks: int) -> list[float]:
-        """Seconds of one message over each cut between chunks."""
-        if candidate.pp == 1:
-            return []
-        job, software = self.job, self.software
-        size = candidate.micro_batch_size * job.seq / candidate.cp * job.model.hidden * job.precision.activation
-        gather = 0.0
-        tp_links = self._links.of(candidate, ("tp",))
-        if tp_links is not None and (candidate.sequence_parallel or software.is_scatter_gather):
-            if not candidate.sequence_parallel:
-                gather = collective_seconds("all_gather", size, tp_links, fabric=self._fabric, software=software)
-            size /= candidate.tp
-        links = [self._links.of_boundary(candidate, cut) for cut in range(num_chunks - 1)]
-        seconds = {
-            id(link): collective_seconds("send", size, link, fabric=self._fabric, software=software) for link in links
-        }
-        return [seconds[id(link)] + gather for link in links]
-
-
-def _with_waits(chunks: Sequence[_Chunk], states: Sequence[StateSeconds]) -> tuple[list[float], list[float]]:
-    """Forward and backward of each chunk and micro-batch, with what they wait for gathers and reductions."""
-    p = len(states)
-    forward = [chunk.forward + states[c % p].forward_gathers[c // p] for c, chunk in enumerate(chunks)]
-    backward = [
-        chunk.backward + states[c % p].backward_gathers[c // p] + states[c % p].reductions[c // p]
-        for c, chunk in enumerate(chunks)
-    ]
-    return forward, backward

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from hybrid.contracts.schedule import SCHEDULE_NAMES
 from hybrid.errors import PlanError
 from hybrid.planner.correction import Correction
 from hybrid.planner.job import Job
@@ -54,7 +55,7 @@ _ALIASES = {
 }
 _DEGREES = {"tp", "pp", "dp", "dp_replicate", "shard_size", "cp", "ep"}
 _WORDS = {
-    "schedule": ("gpipe", "1f1b", "interleaved"),
+    "schedule": SCHEDULE_NAMES,
     "recompute": ("none", "core_attention", "selective", "full"),
     "grad_reduce": ("every_micro_batch", "last_micro_batch"),
     "reshard_after": ("unit", "run"),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.contracts.cluster import Cluster, parse_cluster
+from hybrid.contracts.schedule import usual_virtual_stages
+from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.errors import PlanError
 from hybrid.planner.correction import corrected_job, correction_of
 from hybrid.planner.describe_model import spec_of
@@ -25,10 +27,11 @@ __all__ = ["OPTIMIZERS", "PRECISIONS", "contradictions", "make_request", "with_t
 
 _MOST = 10**9  # samples or tokens: what is above it is a slip, and would be divided for hours
 
-# Bytes as `distributed_model` keeps them: bf16 and fp16 mean amp level O2 with fp32 accumulation of gradients.
+# Bytes as `distributed_model` keeps them: bf16 and fp16 mean amp level O2 with fp32 accumulation of gradients, and
+# torch's normalisation layers in fp32.
 PRECISIONS: Mapping[str, Precision] = {
-    "bf16": Precision(),
-    "fp16": Precision(compute="fp16"),
+    "bf16": Precision(norm=4),
+    "fp16": Precision(compute="fp16", norm=4),
     "fp32": Precision(compute="fp32", parameter=4, gradient=4, reduce=4, master=0, activation=4),
 }
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {
@@ -105,6 +108,8 @@ def make_request(
         _leave_whole(model, made["fixed"])
     if problems:
         raise PlanError(problems)
+    if isinstance(precision, str) and isinstance(software, str) and not software.startswith("hybrid"):
+        made["precision"] = replace(made["precision"], norm=0)  # other stacks keep norms as all else
     job = Job(
         model=made["model"],
         cluster=made["cluster"],
@@ -219,11 +224,15 @@ def _length_problems(model: ModelSpec, seq: int | None) -> list[str]:
 
 def _pipeline_contradictions(job: Job, fixed: Mapping[str, Any]) -> list[str]:
     problems = []
-    pp, virtual_stages = fixed.get("pp"), fixed.get("virtual_stages", 1)
-    is_interleaved = virtual_stages > 1 or fixed.get("schedule") == "interleaved"
-    if virtual_stages > 1 and pp == 1:
+    schedule = fixed.get("schedule", "1f1b")
+    usual = usual_virtual_stages(schedule)
+    pp, virtual_stages = fixed.get("pp"), fixed.get("virtual_stages", usual)
+    is_interleaved = virtual_stages > usual or schedule == "interleaved"
+    if pp == 1 and schedule_splits_backward(schedule):
+        problems.append(f"schedule {schedule!r} splits backwards to fill the bubble of a pipeline, but pp is 1")
+    elif virtual_stages > 1 and pp == 1:
         problems.append(f"virtual_stages {virtual_stages} needs a pipeline, but pp is 1")
-    elif fixed.get("schedule") == "interleaved" and (pp == 1 or fixed.get("virtual_stages") == 1):
+    elif schedule == "interleaved" and (pp == 1 or fixed.get("virtual_stages") == 1):
         problems.append("schedule 'interleaved' needs pp and virtual_stages of 2 or more")
     layers = num_layers(job.model)
     if (pp or 1) * virtual_stages > layers:
@@ -278,7 +287,14 @@ def contradictions(request: Request) -> list[str]:
         problems.append("reshard_after 'run' is of zero_stage 3 only")
     if fixed.get("zero_stage", 3) < 2 and fixed.get("grad_reduce") == "every_micro_batch":
         problems.append("grad_reduce 'every_micro_batch' is of zero_stage 2 and 3 only")
-    if fixed.get("virtual_stages", 1) > 1 and fixed.get("schedule", "interleaved") != "interleaved":
+    schedule = fixed.get("schedule", "interleaved")
+    usual = usual_virtual_stages(schedule)
+    if usual > 1 and fixed.get("virtual_stages", usual) != usual:
+        problems.append(
+            f"schedule {schedule!r} has {usual} chunks per rank, not virtual_stages {fixed['virtual_stages']}: "
+            f"leave it out, or give {usual}"
+        )
+    elif fixed.get("virtual_stages", 1) > usual and schedule != "interleaved":
         problems.append(
             f"virtual_stages {fixed['virtual_stages']} needs schedule 'interleaved', not {fixed['schedule']!r}"
         )

@@ -12,7 +12,7 @@ from hybrid.planner.model_spec import AttentionSpec, MatmulSpec, Recompute, Unit
 from hybrid.planner.software import Software
 from hybrid.planner.tensor_traffic import tensor_messages
 
-__all__ = ["PhaseSeconds", "UnitSeconds", "UnitSetting", "unit_time"]
+__all__ = ["PhaseSeconds", "UnitSeconds", "UnitSetting", "recomputing", "unit_time"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,15 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """`recompute` runs before the backward, all of it, its communication included."""
+    """Args:
+    recompute: runs before the backward, all of it, its communication included.
+    weights: of the backward, what a schedule that splits it leaves to W.
+    """
 
     forward: PhaseSeconds
     backward: PhaseSeconds
     recompute: float = 0.0
+    weights: float = 0.0
 
     @property
     def backward_total(self) -> float:
@@ -58,6 +62,7 @@ class UnitSetting:
         seq: tokens per sample, whole.
         tp, cp, ep: ranks.
         sequence_parallel, recompute, is_flash: as in the candidate and the job.
+        is_split: the schedule runs the products of weight gradients apart from the rest of a backward.
         tp_links, cp_links, ep_links: of the groups; None for one rank.
     """
 
@@ -75,6 +80,7 @@ class UnitSetting:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     is_flash: bool = True
+    is_split: bool = False
     tp_links: GroupLinks | None = None
     cp_links: GroupLinks | None = None
     ep_links: GroupLinks | None = None
@@ -92,10 +98,21 @@ class UnitSetting:
 
 def unit_time(unit: UnitSpec, setting: UnitSetting) -> UnitSeconds:
     """The parts of a forward and a backward, and what is computed again between them."""
-    forward = _phase(unit, setting, is_backward=False)
+    products = [_matmul(matmul, setting) for matmul in unit.matmuls]
+    forward = _phase(unit, setting, sum(forward for forward, _, _ in products), is_backward=False)
     if not unit.has_backward:
         return UnitSeconds(forward=forward, backward=PhaseSeconds())
-    backward = _phase(unit, setting, is_backward=True)
+    backward = _phase(unit, setting, sum(of_weight + of_input for _, of_weight, of_input in products), is_backward=True)
+    put_off = zip(unit.matmuls, products, strict=True)
+    weights = sum(of_weight for matmul, (_, of_weight, _) in put_off if matmul.is_put_off)
+    return recomputing(unit, UnitSeconds(forward=forward, backward=backward, weights=weights), setting)
+
+
+def recomputing(unit: UnitSpec, plain: UnitSeconds, setting: UnitSetting) -> UnitSeconds:
+    """The same forward and backward, with what `setting.recompute` computes again between them."""
+    forward, backward = plain.forward, plain.backward
+    if not unit.has_backward:
+        return plain
     match setting.recompute if unit.kind == "block" else "none":
         case "full":
             recompute = forward.total
@@ -106,16 +123,15 @@ def unit_time(unit: UnitSpec, setting: UnitSetting) -> UnitSeconds:
             recompute = forward.attention
         case _:
             recompute = 0.0
-    return UnitSeconds(forward=forward, backward=backward, recompute=recompute)
+    return UnitSeconds(forward=forward, backward=backward, recompute=recompute, weights=plain.weights)
 
 
-def _phase(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> PhaseSeconds:
+def _phase(unit: UnitSpec, setting: UnitSetting, compute: float, *, is_backward: bool) -> PhaseSeconds:
     software = setting.software
-    compute = sum(_matmul(matmul, setting, is_backward=is_backward) for matmul in unit.matmuls)
     attention = sum(_attention(spec, unit, setting, is_backward=is_backward) for spec in unit.attentions)
     elementwise = _elementwise(unit, setting, is_backward=is_backward)
     hidden = software.tp_overlap_fraction
-    if is_backward:
+    if is_backward and not setting.is_split:
         # Weight gradients hide the sum of an input gradient; of a gather and a scatter, which take its place under
         # sequence parallel, only the scatter: the gradient that has to be gathered comes before both products.
         behind = software.tp_backward_overlap_fraction / (2 if setting.sequence_parallel else 1)
@@ -138,7 +154,8 @@ def _phase(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> PhaseS
     )
 
 
-def _matmul(matmul: MatmulSpec, setting: UnitSetting, *, is_backward: bool) -> float:
+def _matmul(matmul: MatmulSpec, setting: UnitSetting) -> tuple[float, float, float]:
+    """Of the product forward, of the gradient of its weight, and of that of its input."""
     parts = min(setting.tp, matmul.min_parts) if matmul.min_parts else setting.tp
     k, n = float(matmul.in_features), float(matmul.out_features)
     rows, groups = setting.tokens * matmul.tokens_share, 1
@@ -151,11 +168,11 @@ def _matmul(matmul: MatmulSpec, setting: UnitSetting, *, is_backward: bool) -> f
     if matmul.num_groups > 1:
         groups = max(1, matmul.num_groups // setting.ep)
         rows /= groups
-    time = _product(setting, rows, k, n, groups)
-    if not is_backward:
-        return time
-    weight = _product(setting, k, rows, n, groups, is_weight=True) if matmul.has_weight_gradient else 0.0
-    return weight + (_product(setting, rows, n, k, groups) if matmul.has_input_gradient else 0.0)
+    return (
+        _product(setting, rows, k, n, groups),
+        _product(setting, k, rows, n, groups, is_weight=True) if matmul.has_weight_gradient else 0.0,
+        _product(setting, rows, n, k, groups) if matmul.has_input_gradient else 0.0,
+    )
 
 
 def _product(

@@ -120,6 +120,10 @@ class Layout:
     partition: Any = ""
     amp: bool = False
 
+    @property
+    def virtual_stages(self) -> int:
+        return 2 if self.schedule in {"interleaved", "zbv"} else 1
+
     def strategy(self, size: Size) -> Any:
         settings: dict[str, Any] = {}
         if self.stage > 0:
@@ -128,7 +132,7 @@ class Layout:
             settings |= {name: value} if (value := getattr(self, name)) else {}
         if self.amp:
             settings["amp"] = {"level": "O2"}
-        chunks = self.pp * (2 if self.schedule == "interleaved" else 1)
+        chunks = self.pp * self.virtual_stages
         strategy = pipeline_strategy(
             self.pp, mb=self.mb, schedule=self.schedule, tp=self.tp, stage=self.stage,
             split=list(SPLITS[chunks]) or None, bucket_bytes=size.bucket_bytes, **settings,
@@ -147,10 +151,9 @@ class Layout:
     def candidate(self, world_size: int, size: Size) -> Candidate:
         dp = world_size // self.tp // self.pp
         shard = self.shard_size if self.stage > 0 else dp
-        chunks = 2 if self.schedule == "interleaved" else 1
         return Candidate(
             tp=self.tp, pp=self.pp, dp_shard=shard, dp_replicate=dp // shard, zero_stage=self.stage,
-            schedule=self.schedule, virtual_stages=chunks, split=SPLITS[self.pp * chunks],
+            schedule=self.schedule, virtual_stages=self.virtual_stages, split=SPLITS[self.pp * self.virtual_stages],
             micro_batch_size=size.samples // dp // self.mb, num_micro_batches=self.mb,
             recompute=self.recompute or "none",
             grad_reduce=self.grad_reduce or ("every_micro_batch" if self.stage > 1 else "last_micro_batch"),
@@ -230,6 +233,8 @@ LAYOUTS: dict[int, tuple[Layout, ...]] = {
         Layout(pp=2, mb=4),
         Layout(pp=2, mb=3, schedule="gpipe", recompute="full"),
         Layout(pp=2, mb=4, schedule="interleaved", amp=True),
+        Layout(pp=2, mb=4, schedule="zb-h1", amp=True),
+        Layout(pp=2, mb=4, schedule="zbv", recompute="full"),
     ),
     4: (
         *(Layout(stage=stage, shard_size=2) for stage in (1, 3)),
@@ -239,6 +244,8 @@ LAYOUTS: dict[int, tuple[Layout, ...]] = {
         *(Layout(pp=2, stage=stage, shard_size=2, mb=4) for stage in range(4)),
         Layout(pp=2, stage=3, shard_size=2, mb=4, schedule="interleaved", recompute="full", amp=True),
         Layout(pp=2, tp=2, mb=2),
+        Layout(pp=2, stage=3, shard_size=2, mb=4, schedule="zb-h1"),
+        Layout(pp=2, stage=2, shard_size=2, mb=4, schedule="zbv", amp=True),
     ),
 }
 
@@ -279,6 +286,8 @@ PEAKS = (
     Layout(stage=2, shard_size=2, amp=True),
     Layout(pp=2, mb=4),
     Layout(tp=2),
+    Layout(pp=2, mb=4, schedule="zb-h1"),
+    Layout(pp=2, mb=4, schedule="zbv", recompute="full"),
 )
 
 
