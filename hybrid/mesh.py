@@ -15,7 +15,7 @@ from hybrid.collectives.group import Group
 from hybrid.collectives.handle import forget_calls
 from hybrid.collectives.ops import all_gather_object
 from hybrid.collectives.rendezvous import open_store
-from hybrid.collectives.shared_memory import Neighbour, introduction, neighbours
+from hybrid.collectives.shared_memory import Neighbour, forget_arena, introduction, is_wanted, neighbours
 from hybrid.contracts.layout import Layout, axis_name
 from hybrid.errors import LaunchError
 from hybrid.launch.check_in import check_in
@@ -164,6 +164,7 @@ def start_process_group(
     if dist.is_initialized():
         _compare_agreement(agreement, timeout_seconds=timeout_seconds)
         return environment
+    is_wanted()
     assert environment is not None, "only a group that runs already needs no launch variables"
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store: dist.Store = dist.HashStore()
@@ -228,3 +229,4 @@ def stop_process_group() -> None:
         forget_calls()
         forget_groups()
         forget_channels()
+        forget_arena()

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "ADD_TO_EACH",
     "AMP_UNSCALE",
     "ATTENTION_OPERATIONS",
     "COPIES_SHALLOW",
+    "COPY_TO_EACH",
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
     "GROUPED_PRODUCT",
@@ -43,11 +46,13 @@ __all__ = [
     "is_persistent",
     "is_sole_user_of_memory",
     "memory_of",
+    "own_parts",
     "plain_tensors",
     "quiet_fakes",
     "returns_view",
     "state_dict_hooks",
     "unrecorded",
+    "users_of_memory",
     "version_of",
     "will_run",
     "written_arguments",
@@ -76,6 +81,10 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 # torch 2.13: what torch.nn.Module.to asks before it puts a converted gradient in the place of one. No public name.
 COPIES_SHALLOW = torch._has_compatible_shallow_copy_type
+
+# torch 2.13: `target.copy_(source)` and `target.add_(source)` over two lists, in one call. Neither has a public name.
+COPY_TO_EACH = torch._foreach_copy_
+ADD_TO_EACH = torch._foreach_add_
 
 # torch 2.13: what torch.amp.GradScaler calls on a list of gradients, and the attribute by which fused optimizers
 # tell it that they unscale by themselves. Ours are unscaled where they lie, in the shards, with one decision for
@@ -154,6 +163,10 @@ def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Callable[..., Any]
     return module._forward_pre_hooks, module._forward_hooks
 
 
+# A module's own parameters and children, as it keeps them. torch 2.13: the public ways build a name for each.
+own_parts: Callable[[torch.nn.Module], tuple[dict[str, Any], dict[str, Any]]] = attrgetter("_parameters", "_modules")
+
+
 # torch 2.13: there is no public way to ask a tensor for its hooks.
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether somebody else than the reducer, which has one, watches this parameter's gradient."""
@@ -176,10 +189,15 @@ def memory_of(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
+def users_of_memory(tensor: torch.Tensor) -> int:
+    """How many tensors, in Python or below it, share this one's storage. torch 2.13: no public name."""
+    storage = tensor.untyped_storage()  # which counts as one more
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
 def is_sole_user_of_memory(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor, in Python or below it, shares this one's storage. torch 2.13: no public name."""
-    storage = tensor.untyped_storage()  # which counts as a second user
-    return int(torch._C._storage_Use_Count(storage._cdata)) == 2
+    """Whether no other tensor, in Python or below it, shares this one's storage."""
+    return users_of_memory(tensor) == 1
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

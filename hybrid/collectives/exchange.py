@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -243,10 +244,12 @@ class Exchange:
         """Wait for the messages and add what came. Raises PeerError, or CollectiveError for a mismatch."""
         self._deadline = time.monotonic() + self._group.timeout_seconds
         self._take_headers()
-        if self._inline:
-            self._take_payloads()
-        else:
-            self._take_data()
+        # A tensor made in inference mode may be waited for outside of it.
+        with torch.inference_mode() if self._buffer.is_inference() else nullcontext():
+            if self._inline:
+                self._take_payloads()
+            else:
+                self._take_data()
         self._wait_all(self._sends)
         for scratch in self._scratch:
             SCRATCH.give(scratch)

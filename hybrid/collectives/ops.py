@@ -46,12 +46,12 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
-    "empty",
     "even_bounds",
     "get_interposer",
     "reduce_scatter",
     "release",
     "set_interposer",
+    "shared_buffer",
     "start_directly",
 ]
 
@@ -94,7 +94,7 @@ def reduce_scatter(
 
     With `out`, of as many elements, the sum goes there and all of the buffer is undefined afterwards; else the rest of
     it is. Ranges may differ in length and may be empty. `given_up`: the caller never writes to the rest again, so that
-    one of `empty` is read where it lies, also after this rank's `wait`.
+    one of `shared_buffer` is read where it lies, also after this rank's `wait`.
     """
     _check_bounds(buffer, bounds, group)
     own = slice(bounds[group.rank], bounds[group.rank + 1])
@@ -151,11 +151,11 @@ def broadcast(
     return _launch(call, async_op=async_op)
 
 
-def empty(num_elements: int, dtype: torch.dtype, *, device: torch.device, group: Group) -> torch.Tensor:
-    """A flat buffer for a `reduce_scatter` that gives it up: where ranks share memory, no byte of it is copied."""
+def shared_buffer(num_elements: int, dtype: torch.dtype, *, group: Group) -> torch.Tensor | None:
+    """A flat buffer of which a `reduce_scatter` that gives it up copies no byte; None where there is none to be had."""
     if group.near and num_elements * dtype.itemsize >= _LEAST_SHARED_BYTES:
         return arena().empty(num_elements, dtype, marks=group.size)
-    return torch.empty(num_elements, dtype=dtype, device=device)
+    return None
 
 
 def all_gather_object(obj: Any, *, group: Group) -> list[Any]:

@@ -182,6 +182,7 @@ class Stream:
             ModelError: the description cannot be sent as it is.
             CollectiveError: the peer is gone.
         """
+        described = _pickled((key, description), to=f"rank {self.peer_rank}")
         leaves: list[_Leaf] = []
         buffers: list[torch.Tensor] = []
         inside: list[torch.Tensor] = []
@@ -192,7 +193,7 @@ class Stream:
             place = NOWHERE if small else self._lay_out(flat)
             leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, raw, place))
             (buffers if raw is None else inside).append(flat)
-        body = _pickled((key, description, leaves), to=f"rank {self.peer_rank}")
+        body = pickle.dumps((described, leaves), protocol=pickle.HIGHEST_PROTOCOL)
         head = body[: _SLOT_BYTES - _HEAD.size]
         raw_slot = bytearray(_SLOT_BYTES)
         _HEAD.pack_into(raw_slot, 0, len(body), self._epoch)
@@ -298,7 +299,8 @@ class Stream:
             start = partial(receive, rest, self._headers, self._peer, _REST_TAG)
             self._wait(self._launch("receive from", start), "receive from")
             body += rest.numpy().tobytes()
-        key, description, leaves = pickle.loads(body)
+        described, leaves = pickle.loads(body)
+        key, description = pickle.loads(described)
         tensors, works = [], []
         for leaf in leaves:
             if leaf.inline is not None:

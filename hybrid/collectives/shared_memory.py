@@ -11,7 +11,8 @@ there still goes over gloo: who is late, gone, or launched something else is fou
                 the range is free when no tensor sees it any more and all marks are set
     neighbour   another rank's arena, seen from here
 
-Nobody waits for room: an arena grows by another segment, which gives its memory back when all of it is free.
+Nobody waits for room: an arena has as many addresses as the machine has memory. A page takes memory from its first use
+on, and gives it back when some hundred messages have not needed it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ctypes
 import mmap
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,35 +29,37 @@ from typing import Final, NamedTuple
 
 import torch
 
+from hybrid.errors import CollectiveError, LaunchError
+
 __all__ = [
     "NOWHERE",
     "OFF_VARIABLE",
-    "SEGMENT_BYTES",
     "Arena",
     "Introduction",
     "Neighbour",
     "Place",
     "arena",
+    "forget_arena",
     "introduction",
+    "is_wanted",
     "neighbours",
 ]
 
 OFF_VARIABLE: Final = "HYBRID_SHARED_MEMORY"  # "0": this process takes no part, all its messages go over gloo
-# Enough for the gradients in flight of a model of 40 M parameters. A page costs memory from its first use on only.
-SEGMENT_BYTES: Final = 256 << 20
+_WORDS: Final = {"": True, "1": True, "on": True, "true": True, "yes": True} | dict.fromkeys(
+    ("0", "off", "false", "no"), False
+)
 _ALIGNMENT_BYTES = 64
 _TOKEN_BYTES = 16
 _LINK_BEGINS = "/memfd:hybrid"
-# The segment's file descriptor and an offset in one number.
-_OFFSET_BITS = 44
-_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+_TRIM_EVERY = 128  # messages: all of some steps
 
 
 class Place(NamedTuple):
     """Where a message lies in its sender's arena."""
 
     marks: int
-    """Segment, and offset of the readers' marks."""
+    """Offset of the readers' marks."""
     start: int
     """Offset of the bytes."""
 
@@ -71,16 +75,15 @@ class Introduction(NamedTuple):
     """Of the running kernel: process numbers mean something under the same one only."""
     process: int
     descriptor: int
-    """Of the first segment; a place names that of its own."""
+    num_bytes: int
     token: bytes
 
 
 class _Mapping:
     """A file in memory as bytes and as a tensor."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.num_bytes = os.fstat(descriptor).st_size
-        self.raw = mmap.mmap(descriptor, self.num_bytes)
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.raw = mmap.mmap(descriptor, num_bytes)
         self.bytes = torch.frombuffer(self.raw, dtype=torch.uint8)
 
     def elements(self, start: int, *, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -99,74 +102,37 @@ class _Lent:
         self.held = False
 
 
-class _Segment:
-    """One piece of an arena. Raises OSError where the system gives none."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.descriptor = os.memfd_create("hybrid", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, num_bytes)
-        self.mapping = _Mapping(self.descriptor)
-        self.address = self.mapping.bytes.data_ptr()
-        self._lent: list[_Lent] = []  # by start
-
-    def lend(self, num_bytes: int, *, marks: bytes) -> _Lent | None:
-        """A range with these marks; None if there is no room.
-
-        The first gap that is large enough: what is used again soon is in the caches, and its pages are there.
-        """
-        self.free()
-        index, start = len(self._lent), _ALIGNMENT_BYTES  # after the token
-        for place, lent in enumerate(self._lent):
-            if lent.start - start >= num_bytes:
-                index = place
-                break
-            start = lent.end
-        if self.mapping.num_bytes - start < num_bytes:
-            return None
-        self.mapping.raw[start : start + len(marks)] = marks
-        lent = _Lent(start, start + num_bytes, len(marks))
-        self._lent.insert(index, lent)
-        return lent
-
-    def free(self) -> bool:
-        """Take back what has been read; whether that was the last of it."""
-        held = bool(self._lent)
-        raw = self.mapping.raw
-        self._lent = [
-            lent for lent in self._lent if lent.held or raw[lent.start : lent.start + lent.marks] != b"\1" * lent.marks
-        ]
-        return held and not self._lent
-
-    def held_at(self, address: int) -> _Lent | None:
-        """The buffer that lies at this address of the process."""
-        offset = address - self.address
-        if not 0 <= offset < self.mapping.num_bytes:
-            return None
-        return next((lent for lent in self._lent if lent.held and lent.start <= offset < lent.end), None)
-
-    def give_back(self) -> None:
-        """The memory, not the range of addresses: the next use begins with zeros."""
-        self.mapping.raw.madvise(mmap.MADV_REMOVE)
-
-    @property
-    def lent_bytes(self) -> int:
-        self.free()
-        return sum(lent.end - lent.start for lent in self._lent)
-
-
 class Arena:
-    """The memory of this process. Raises OSError where the system gives none."""
+    """The memory of this process. Threads may share it.
 
-    def __init__(self) -> None:
+    Raises:
+        OSError: the system gives none.
+    """
+
+    def __init__(self, num_bytes: int | None = None) -> None:
         self.process = os.getpid()
-        self._segments = [_Segment(SEGMENT_BYTES)]
+        self._num_bytes = _machine_bytes() if num_bytes is None else num_bytes
+        descriptor = os.memfd_create("hybrid", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, self._num_bytes)
+            self._mapping = _Mapping(descriptor, self._num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        self.descriptor = descriptor
+        self._address = self._mapping.bytes.data_ptr()
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._segments[0].mapping.raw[:_TOKEN_BYTES] = self._token
+        self._mapping.raw[:_TOKEN_BYTES] = self._token
+        self._lent: list[_Lent] = []  # by start
+        self._lock = threading.RLock()
+        self._used = self._recent = self._before = _ALIGNMENT_BYTES
+        self._num_lent = 0
         self.sent_bytes = 0
         """What all readers together have been given."""
 
     def introduction(self) -> Introduction:
-        return Introduction(_boot(), self.process, self._segments[0].descriptor, self._token)
+        return Introduction(_boot(), self.process, self.descriptor, self._num_bytes, self._token)
 
     def empty(self, num_elements: int, dtype: torch.dtype, *, marks: int) -> torch.Tensor:
         """A flat buffer whose bytes can be sent without a copy; its memory is taken back when no tensor sees it.
@@ -175,9 +141,10 @@ class Arena:
             marks: ranks of the group that will read it.
         """
         num_bytes = num_elements * dtype.itemsize
-        segment, lent = self._find_room(_rounded(marks) + _rounded(num_bytes), b"\1" * marks)
-        lent.held = True
-        memory = (ctypes.c_char * num_bytes).from_buffer(segment.mapping.raw, lent.start + _rounded(marks))
+        with self._lock:
+            lent = self._find_room(_rounded(marks) + _rounded(num_bytes), b"\1" * marks)
+            lent.held = True
+        memory = (ctypes.c_char * num_bytes).from_buffer(self._mapping.raw, lent.start + _rounded(marks))
         weakref.finalize(memory, lent.let_go).atexit = False
         return torch.frombuffer(memory, dtype=dtype)
 
@@ -189,90 +156,110 @@ class Arena:
             part: flat and contiguous.
             readers: which of the `marks` ranks of the group will read it.
             given_up: nobody will write to its memory again. If that is a buffer of `empty`, it is read there.
+
+        Raises:
+            CollectiveError: there is no room.
         """
         readers = list(readers)
-        self.sent_bytes += part.nbytes * len(readers)
-        if given_up and (place := self._in_place(part, readers, marks)) is not None:
-            return place
         unread = bytearray(b"\1" * marks)
         for reader in readers:
             unread[reader] = 0
-        segment, lent = self._find_room(_rounded(marks) + _rounded(part.nbytes), bytes(unread))
+        with self._lock:
+            self.sent_bytes += part.nbytes * len(readers)
+            if given_up and (place := self._in_place(part, readers, marks)) is not None:
+                return place
+            lent = self._find_room(_rounded(marks) + _rounded(part.nbytes), bytes(unread))
         start = lent.start + _rounded(marks)
-        segment.mapping.elements(start, num_elements=part.numel(), dtype=part.dtype).copy_(part)
-        return Place(segment.descriptor << _OFFSET_BITS | lent.start, start)
+        self._mapping.elements(start, num_elements=part.numel(), dtype=part.dtype).copy_(part)
+        return Place(lent.start, start)
 
     def _in_place(self, part: torch.Tensor, readers: Sequence[int], marks: int) -> Place | None:
-        address = part.data_ptr()
-        for segment in self._segments:
-            lent = segment.held_at(address)
-            if lent is None or lent.marks != marks:
-                continue
-            raw = segment.mapping.raw
-            if any(raw[lent.start + reader] == 0 for reader in readers):
-                return None  # one mark cannot stand for two messages
-            for reader in readers:
-                raw[lent.start + reader] = 0
-            return Place(segment.descriptor << _OFFSET_BITS | lent.start, address - segment.address)
-        return None
+        offset, raw = part.data_ptr() - self._address, self._mapping.raw
+        lent = next((one for one in self._lent if one.held and one.start <= offset < one.end), None)
+        # One mark cannot stand for two messages.
+        if lent is None or lent.marks != marks or any(raw[lent.start + reader] == 0 for reader in readers):
+            return None
+        for reader in readers:
+            raw[lent.start + reader] = 0
+        return Place(lent.start, offset)
 
-    def _find_room(self, num_bytes: int, marks: bytes) -> tuple[_Segment, _Lent]:
-        for later in self._segments[1:]:
-            if later.free():
-                later.give_back()
-        for segment in self._segments:
-            if (lent := segment.lend(num_bytes, marks=marks)) is not None:
-                return segment, lent
-        # Segments stay for good: a descriptor that came to mean another file would mislead whoever has it mapped.
-        self._segments.append(_Segment(max(SEGMENT_BYTES, _ALIGNMENT_BYTES + num_bytes)))
-        lent = self._segments[-1].lend(num_bytes, marks=marks)
-        assert lent is not None
-        return self._segments[-1], lent
+    def _find_room(self, num_bytes: int, marks: bytes) -> _Lent:
+        """The first gap that is large enough: what is used again soon is in the caches, and its pages are there."""
+        self._free()
+        index, start = len(self._lent), _ALIGNMENT_BYTES  # after the token
+        for place, lent in enumerate(self._lent):
+            if lent.start - start >= num_bytes:
+                index = place
+                break
+            start = lent.end
+        if self._num_bytes - start < num_bytes:
+            raise CollectiveError(
+                f"{num_bytes} bytes for other ranks of this host find no room beside what these have not read yet, "
+                f"{sum(lent.end - lent.start for lent in self._lent)} of {self._num_bytes} bytes; wait for the handles "
+                f"of earlier collectives, or set {OFF_VARIABLE}=0"
+            )
+        self._mapping.raw[start : start + len(marks)] = marks
+        found = _Lent(start, start + num_bytes, len(marks))
+        self._lent.insert(index, found)
+        self._used, self._recent = max(self._used, found.end), max(self._recent, found.end)
+        self._num_lent += 1
+        if self._num_lent % _TRIM_EVERY == 0:
+            self._trim()
+        return found
+
+    def _free(self) -> None:
+        raw = self._mapping.raw
+        self._lent = [
+            lent for lent in self._lent if lent.held or raw[lent.start : lent.start + lent.marks] != b"\1" * lent.marks
+        ]
+
+    def _trim(self) -> None:
+        """Give back the memory, not the addresses, behind what has been needed lately."""
+        top = self._lent[-1].end if self._lent else _ALIGNMENT_BYTES
+        page = mmap.PAGESIZE
+        begin, end = -(-max(self._recent, self._before, top) // page) * page, -(-self._used // page) * page
+        if begin < end and hasattr(mmap, "MADV_REMOVE"):
+            self._mapping.raw.madvise(mmap.MADV_REMOVE, begin, end - begin)
+        self._used, self._before, self._recent = max(self._recent, self._before, top), self._recent, top
 
     @property
     def lent_bytes(self) -> int:
-        """Of places that somebody has not read yet."""
-        return sum(segment.lent_bytes for segment in self._segments)
+        """Of places that somebody has not read yet, or buffers that a tensor sees."""
+        with self._lock:
+            self._free()
+            return sum(lent.end - lent.start for lent in self._lent)
 
 
 class Neighbour:
-    """The arena of another process on this host.
+    """The arena of another process on this host. What it has laid out stays readable when it has ended.
 
     Raises:
         OSError: it cannot be reached from here, or is not what was introduced.
     """
 
     def __init__(self, introduced: Introduction) -> None:
-        self._process = introduced.process
-        self._segments: dict[int, _Mapping] = {}
-        # In a container with process numbers of its own the same number is another process.
-        if introduced.boot != _boot():
-            raise OSError("another host")
-        first = self._segment(introduced.descriptor)
-        if first.raw[:_TOKEN_BYTES] != introduced.token:
-            raise OSError(f"process {introduced.process} has another arena")
+        path = f"/proc/{introduced.process}/fd/{introduced.descriptor}"
+        # In a container with process numbers of its own the same number is another process. What a stranger has open
+        # is not opened here: that could wait for ever, or do something.
+        if introduced.boot != _boot() or not os.readlink(path).startswith(_LINK_BEGINS):
+            raise OSError(f"{path} is no arena of this host")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != introduced.num_bytes:
+                raise OSError(f"{path} has another size")
+            self._mapping = _Mapping(descriptor, introduced.num_bytes)
+        finally:
+            os.close(descriptor)
+        if self._mapping.raw[:_TOKEN_BYTES] != introduced.token:
+            raise OSError(f"{path} is another arena")
 
     def read(self, place: Place, *, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """What lies there: to be read only, and only until `has_read`."""
-        segment = self._segment(place.marks >> _OFFSET_BITS)
-        return segment.elements(place.start, num_elements=num_elements, dtype=dtype)
+        return self._mapping.elements(place.start, num_elements=num_elements, dtype=dtype)
 
     def has_read(self, place: Place, *, reader: int) -> None:
         """The reader (index in the group) will not look there again."""
-        self._segment(place.marks >> _OFFSET_BITS).raw[(place.marks & _OFFSET_MASK) + reader] = 1
-
-    def _segment(self, descriptor: int) -> _Mapping:
-        if descriptor not in self._segments:
-            path = f"/proc/{self._process}/fd/{descriptor}"
-            # What a stranger has open is not opened here: that could wait for ever, or do something.
-            if not os.readlink(path).startswith(_LINK_BEGINS):
-                raise OSError(f"{path} is no arena")
-            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                self._segments[descriptor] = _Mapping(opened)
-            finally:
-                os.close(opened)
-        return self._segments[descriptor]
+        self._mapping.raw[place.marks + reader] = 1
 
 
 def _rounded(num_bytes: int) -> int:
@@ -282,6 +269,10 @@ def _rounded(num_bytes: int) -> int:
 def _boot() -> str:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # At most one, of this very process: after a fork the child makes its own.
@@ -295,13 +286,26 @@ def arena() -> Arena:
     return _arenas[0]
 
 
+def forget_arena() -> None:
+    """The process groups are gone: the next ones get memory of their own, with nothing in it that was never read."""
+    _arenas.clear()
+
+
+def is_wanted() -> bool:
+    """What the environment says. Raises LaunchError for a word that says nothing."""
+    word = os.environ.get(OFF_VARIABLE, "").strip().lower()
+    if word not in _WORDS:
+        raise LaunchError(f"{OFF_VARIABLE}={os.environ[OFF_VARIABLE]!r}: expected 1 (the default) or 0")
+    return _WORDS[word]
+
+
 def introduction() -> Introduction | None:
     """What this process tells the others; None if it takes no part."""
-    if os.environ.get(OFF_VARIABLE) == "0":
+    if not is_wanted():
         return None
     try:
         return arena().introduction()
-    except OSError:
+    except (OSError, AttributeError, ValueError):  # no such call, or not so much
         return None
 
 
@@ -312,6 +316,6 @@ def neighbours(introductions: Mapping[int, Introduction | None]) -> dict[int, Ne
         if introduced is not None:
             try:
                 found[rank] = Neighbour(introduced)
-            except OSError:
+            except (OSError, ValueError):
                 continue
     return found

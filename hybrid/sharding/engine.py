@@ -10,12 +10,14 @@ gather                       updated shards go to the other ranks            gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import nn
 
+from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.contracts.layout import axis_name
 from hybrid.contracts.partition import PartitionKind
@@ -31,6 +33,8 @@ from hybrid.sharding.units import Unit
 from hybrid.sharding.unshard import Unsharder
 
 __all__ = ["EngineSettings", "ShardingEngine"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 # The ranks that differ on these alone run the same layers of the model.
 _SAME_PARAMETERS = ("dp_replicate", "dp_shard", "tp")
@@ -74,6 +78,7 @@ class ShardingEngine:
         self.parameters = dict(parameters)
         self.placements = dict(placements)
         check_parameters(self.parameters, placements)
+        self._wanted = [parameter.requires_grad for parameter in self.parameters.values()]
         self._trainable = {fqn: p for fqn, p in self.parameters.items() if p.requires_grad}
         self.device = device or next((p.device for p in self.parameters.values()), torch.device("cpu"))
         wide = any(p.dtype == torch.float64 for p in self.parameters.values())
@@ -106,6 +111,8 @@ class ShardingEngine:
         cut_frozen = self.settings.zero_stage == 3
         self.frozen_buckets = self._make_buckets(frozen, kind, first_index=len(self.buckets)) if cut_frozen else ()
         self.bucket_of = {fqn: bucket for bucket in self.buckets for fqn in bucket.fqns}
+        place_of = {fqn: place for place, fqn in enumerate(self.world_fqns)}
+        self._world_places = [[place_of[fqn] for fqn in bucket.fqns] for bucket in self.buckets]
         reduce_groups = []
         for bucket in self.buckets:
             cut, kept = split_axes(bucket.key.sync_axes, zero_stage=self.settings.zero_stage)
@@ -208,40 +215,39 @@ class ShardingEngine:
     def zero_grad(self, parameters: Sequence[torch.nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         """Empty local buffers and accumulators, of all parameters or of these."""
         self.reducer.finish_round()
-        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        chosen = None if parameters is None else set(map(id, parameters))
         for bucket in self.buckets:
-            inside = [chosen is None or id(parameter) in chosen for parameter in bucket.parameters]
-            if set_to_none and all(inside):
+            positions: Sequence[int] = range(len(bucket.parameters))
+            if chosen is not None and not chosen.issuperset(map(id, bucket.parameters)):
+                positions = [p for p in positions if id(bucket.parameters[p]) in chosen]
+            if not set_to_none:
+                for position in positions:
+                    bucket.fill_zero(position)
+                continue
+            if len(positions) == len(bucket.parameters):
                 bucket.drop_all()
             else:
-                for position in (position for position, is_inside in enumerate(inside) if is_inside):
-                    if set_to_none:
-                        bucket.drop(position)
-                    else:
-                        bucket.fill_zero(position)
-            if set_to_none:
-                for parameter, is_inside in zip(bucket.parameters, inside, strict=True):
-                    if is_inside:
-                        parameter.grad = None
+                for position in positions:
+                    bucket.drop(position)
+            for position in positions:
+                bucket.parameters[position].grad = None
 
     def has_gradient_flags(self) -> list[bool]:
         """For each of `world_fqns`, whether a real gradient came on this rank since zero_grad."""
-        here = {fqn for b in self.buckets for fqn, flag in zip(b.fqns, b.has_gradient, strict=True) if flag}
-        return [fqn in here for fqn in self.world_fqns]
+        flags = [False] * len(self.world_fqns)
+        for bucket, places in zip(self.buckets, self._world_places, strict=True):
+            for place, flag in zip(places, bucket.has_gradient, strict=True):
+                flags[place] = flag
+        return flags
 
     def set_gradient_flags(self, flags: Sequence[bool]) -> None:
         """Store, in the same order, whether one came on any rank; `p.grad` is then alike on all ranks."""
-        anywhere = {fqn for fqn, flag in zip(self.world_fqns, flags, strict=True) if flag}
-        self.any_gradient_anywhere = bool(anywhere)
-        for bucket in self.buckets:
-            bucket.has_gradient_anywhere = [fqn in anywhere for fqn in bucket.fqns]
-            for fqn, parameter, anywhere_here in zip(
-                bucket.fqns, bucket.parameters, bucket.has_gradient_anywhere, strict=True
-            ):
-                parameter.grad = self.reducer.handles[fqn] if anywhere_here else None
-            bucket.shown = list(bucket.has_gradient_anywhere)
+        self.any_gradient_anywhere = any(flags)
+        for bucket, places in zip(self.buckets, self._world_places, strict=True):
+            bucket.has_gradient_anywhere = [flags[place] for place in places]
+            self.reducer.show_handles(bucket)
             bucket.has_gradient = list(bucket.has_gradient_anywhere)
-        if not anywhere:
+        if not self.any_gradient_anywhere:
             for bucket in self.buckets:
                 bucket.drop_all()
         else:
@@ -266,6 +272,10 @@ class ShardingEngine:
         """
         for bucket in self.buckets:
             self._refuse_moved(bucket.moved(bucket.fqns))
+        with shims.plain_tensors():  # of a value that is elsewhere, too, all is here but the value
+            wants = list(map(_REQUIRES_GRAD, self.parameters.values()))
+        if not self._frozen_later and wants == self._wanted:
+            return
         frozen = []
         for fqn, parameter in self.parameters.items():
             if parameter.requires_grad and fqn not in self._trainable:
@@ -384,12 +394,15 @@ class ShardingEngine:
         return outside + sum(bucket.parameter_bytes() for bucket in self.all_buckets())
 
     def gradient_bytes(self) -> int:
-        return sum(bucket.gradient_bytes() for bucket in self.buckets)
+        return self.reducer.waiting_bytes() + sum(bucket.gradient_bytes() for bucket in self.buckets)
 
     def host_bytes(self) -> tuple[int, int]:
         """Of `parameter_bytes` and of `gradient_bytes`, what is in host memory."""
         held = [bucket.host_bytes() for bucket in self.all_buckets()]
         return sum(parameters for parameters, _ in held), sum(gradients for _, gradients in held)
+
+    def trainable_parameters(self) -> Collection[torch.nn.Parameter]:
+        return self._trainable.values()
 
     def trainable(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return iter(self._trainable.items())

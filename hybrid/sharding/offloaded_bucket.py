@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from hybrid.collectives import ops
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.offload import HostStore, Ticket
 from hybrid.sharding.tensors import same_bits
@@ -135,6 +134,10 @@ class OffloadedBucket(Bucket):
 
     # -- gradients -------------------------------------------------------------------------------------
 
+    def _new_whole(self) -> torch.Tensor:
+        # What is on its way to the host is given up when it has arrived there, by whoever brings it.
+        return torch.empty(self.partition.num_elements, dtype=self.key.grad_dtype, device=self.data.device)
+
     def new_accumulator(self, dtype: torch.dtype) -> torch.Tensor | None:
         return super().new_accumulator(dtype) if self.sums_late else None
 
@@ -156,7 +159,7 @@ class OffloadedBucket(Bucket):
         if self.raw is not None and self.sums_late:
             here = self.raw
             self.raw = self.host.fetch(here, "gradients")
-            ops.release(here)
+            self.give_up(here)
         super().settle(scale)
 
     def fill_zero(self, position: int) -> None:

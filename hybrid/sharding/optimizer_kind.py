@@ -77,6 +77,7 @@ def unwrapped_step(cls: type) -> Callable[..., Any]:
     return step
 
 
+@functools.lru_cache(maxsize=64)  # asked in every step
 def needs_closure(step: Callable[..., Any]) -> bool:
     """Whether a step function cannot be called without a closure."""
     closure = inspect.signature(step).parameters.get("closure")

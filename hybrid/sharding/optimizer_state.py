@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -43,6 +44,17 @@ class Shard:
     tensor: nn.Parameter | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupMembers:
+    """Of one param group: the user's parameters, those that have no shard, and, of which this rank owns something, the
+    places among them and the slices."""
+
+    all: list[nn.Parameter]
+    without_shard: list[nn.Parameter]
+    here: list[int]
+    slices: list[nn.Parameter]
+
+
 class OptimizerShards:
     """The shards of one optimizer's parameters.
 
@@ -60,6 +72,10 @@ class OptimizerShards:
         """Of the class that the user wrote."""
         self._is_torchs = known_scope(optimizer) is not None
         self._shards: dict[int, Shard] = {}
+        # What follows from the shards, and from what each group holds; made anew when that changes.
+        self._buckets: list[Bucket] | None = None
+        self._slices: list[tuple[Bucket, list[tuple[int, int, nn.Parameter]]]] | None = None
+        self._of_groups: dict[int, _GroupMembers] = {}
         # While the optimizer steps: per group, the user's parameters and their names, if it has names.
         self._users: list[tuple[list[nn.Parameter], list[str] | None]] | None = None
         for group in optimizer.param_groups:
@@ -70,6 +86,7 @@ class OptimizerShards:
     def rebuild(self, whole: Mapping[str, Mapping[str, Any]]) -> None:
         """After the buckets were cut anew: make the shards again, from whole state by fqn without masters."""
         self._shards.clear()
+        self._forget()
         state = self.optimizer.state
         state.clear()
         for group in self.optimizer.param_groups:
@@ -99,14 +116,47 @@ class OptimizerShards:
             self._shards[id(parameter)] = Shard(
                 fqn=fqn, bucket=bucket, position=bucket.position_of[fqn], part=part, tensor=tensor
             )
+        self._forget()
+
+    def _forget(self) -> None:
+        self._buckets = self._slices = None
+        self._of_groups.clear()
 
     def shards(self) -> Iterator[Shard]:
         return iter(self._shards.values())
 
     def buckets(self) -> list[Bucket]:
         """The buckets that hold a parameter of this optimizer, in launch order."""
-        indices = sorted({shard.bucket.index for shard in self._shards.values()})
-        return [self.engine.buckets[index] for index in indices]
+        if self._buckets is None:
+            indices = sorted({shard.bucket.index for shard in self._shards.values()})
+            self._buckets = [self.engine.buckets[index] for index in indices]
+        return self._buckets
+
+    def _slices_by_bucket(self) -> list[tuple[Bucket, list[tuple[int, int, nn.Parameter]]]]:
+        """For each bucket the slices here: place among `bucket.slices`, position in the bucket, the slice."""
+        if self._slices is None:
+            self._slices = [(bucket, []) for bucket in self.buckets()]
+            tensors = {shard.fqn: shard.tensor for shard in self._shards.values() if shard.tensor is not None}
+            for bucket, slices in self._slices:
+                for place, part in enumerate(bucket.slices):
+                    if part.fqn in tensors:
+                        slices.append((place, bucket.position_of[part.fqn], tensors[part.fqn]))
+        return self._slices
+
+    def _members(self, index: int, group: dict[str, Any]) -> _GroupMembers:
+        """Of a param group that holds the user's parameters."""
+        parameters: list[nn.Parameter] = group["params"]
+        known = self._of_groups.get(index)
+        if known is None or len(known.all) != len(parameters) or not all(map(is_, known.all, parameters)):
+            shards = [self._shards.get(id(parameter)) for parameter in parameters]
+            here = [place for place, shard in enumerate(shards) if shard is not None and shard.tensor is not None]
+            known = self._of_groups[index] = _GroupMembers(
+                all=list(parameters),
+                without_shard=[p for p, shard in zip(parameters, shards, strict=True) if shard is None],
+                here=here,
+                slices=[shards[place].tensor for place in here],  # type: ignore[union-attr, misc]
+            )
+        return known
 
     def shard_of(self, parameter: Any) -> Shard | None:
         """The shard of one of the model's own parameters; None of anything else."""
@@ -114,7 +164,8 @@ class OptimizerShards:
 
     def without_shard(self) -> list[nn.Parameter]:
         """Parameters in the groups that have no shard yet, put there by hand; frozen ones never get one."""
-        return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._shards]
+        groups = enumerate(self.optimizer.param_groups)
+        return [p for index, group in groups for p in self._members(index, group).without_shard]
 
     def users_parameters(self) -> list[nn.Parameter]:
         """The model's parameters in the optimizer's groups, also while it steps."""
@@ -130,13 +181,12 @@ class OptimizerShards:
     def _show_slices(self) -> None:
         """Put the slices in the places of the user's parameters; the lists stay, as optimizers keep references."""
         groups = self.optimizer.param_groups
-        self._users = [(list(group["params"]), group.get("param_names")) for group in groups]
-        for group, (parameters, names) in zip(groups, self._users, strict=True):
-            shards = [self._shards.get(id(parameter)) for parameter in parameters]
-            here = [place for place, shard in enumerate(shards) if shard is not None and shard.tensor is not None]
-            group["params"][:] = [shards[place].tensor for place in here]  # type: ignore[union-attr]
+        members = [self._members(index, group) for index, group in enumerate(groups)]
+        self._users = [(known.all, group.get("param_names")) for known, group in zip(members, groups, strict=True)]
+        for group, known, (_, names) in zip(groups, members, self._users, strict=True):
+            group["params"][:] = known.slices
             if names is not None:
-                group["param_names"] = [names[place] for place in here]
+                group["param_names"] = [names[place] for place in known.here]
 
     def _show_parameters(self) -> None:
         assert self._users is not None
@@ -182,18 +232,17 @@ class OptimizerShards:
         for bucket in self.buckets():
             if isinstance(bucket, OffloadedBucket):
                 bucket.fetch_mirror()
-        gradients: dict[str, torch.Tensor] = {}
-        for bucket in self.buckets():
+        for bucket, slices in self._slices_by_bucket():
             bucket.apply_scale()
-            if bucket.settled is not None:
-                views = bucket.own_views(bucket.settled)
-                gradients.update((part.fqn, view) for part, view in zip(bucket.slices, views, strict=True))
-        for shard in self._shards.values():
-            gradient = gradients.get(shard.fqn)
-            if shard.tensor is None or gradient is None or not shard.bucket.has_gradient_anywhere[shard.position]:
+            if bucket.settled is None:
                 continue
-            same = gradient.dtype == shard.tensor.dtype
-            shard.tensor.grad = gradient if same else gradient.to(shard.tensor.dtype)
+            views = bucket.settled_views(are_given_back=self._is_torchs)
+            dtype, has_gradient = bucket.stepped().dtype, bucket.has_gradient_anywhere
+            is_same = bucket.settled.dtype == dtype
+            have_all = all(has_gradient)
+            for place, position, tensor in slices:
+                if have_all or has_gradient[position]:
+                    tensor.grad = views[place] if is_same else views[place].to(dtype)
         self._show_slices()
 
     def _end(self) -> None:
@@ -203,9 +252,9 @@ class OptimizerShards:
 
     def drop_slice_gradients(self) -> None:
         """Take the gradients away from the slices; those in the buckets stay."""
-        for shard in self._shards.values():
-            if shard.tensor is not None:
-                shard.tensor.grad = None
+        for _, slices in self._slices_by_bucket():
+            for _, _, tensor in slices:
+                tensor.grad = None
 
     def fqns(self) -> set[str]:
         """The trainable parameters of this optimizer."""

@@ -19,7 +19,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
 
@@ -28,6 +29,7 @@ from hybrid.collectives import ops
 from hybrid.collectives.call import amid
 from hybrid.collectives.ranges import named_range
 from hybrid.errors import CollectiveError, ModelError
+from hybrid.sharding.arrivals import Arrivals, Stretch
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.gradient_handle import GradientHandle, Unscaler
 from hybrid.sharding.gradient_sink import offer_sinks
@@ -36,20 +38,7 @@ from hybrid.weight_gradients import WeightGradients
 
 __all__ = ["Reducer"]
 
-
-def _hooks(reducer: weakref.ref[Reducer], index: int, position: int) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """The two hooks of one parameter. They hold nothing: autograd holds them where no garbage collector looks."""
-
-    def before(gradients: tuple[torch.Tensor | None, ...]) -> tuple[None, ...] | None:
-        owner = reducer()
-        return None if owner is None else owner.before_accumulation(index, position, gradients[0])
-
-    def after(parameter: torch.Tensor) -> None:
-        owner = reducer()
-        if owner is not None:
-            owner.after_accumulation(index, position)
-
-    return before, after
+_GRAD = attrgetter("grad")
 
 
 def _unscaler(reducer: weakref.ref[Reducer]) -> Unscaler:
@@ -88,6 +77,9 @@ class Reducer:
     ) -> None:
         self.buckets = tuple(buckets)
         self._groups = tuple(groups)
+        for bucket, (group, _) in zip(self.buckets, self._groups, strict=True):
+            if bucket.partition.num_shards > 1:
+                bucket.shared_with = group
         self._max_in_flight = max_in_flight if overlap else 0
         self._peers = peers
         self._alone = True
@@ -116,9 +108,11 @@ class Reducer:
             for bucket in self.buckets
             for fqn, parameter in zip(bucket.fqns, bucket.parameters, strict=True)
         }
-        self._given = [[False] * len(bucket.parameters) for bucket in self.buckets]  # autograd brought a gradient
+        self._without = [[False] * len(bucket.parameters) for bucket in self.buckets]  # autograd brought no gradient
         # The same by bucket and position: these are asked for three times per parameter and step.
         self._handles = [[self.handles[fqn] for fqn in bucket.fqns] for bucket in self.buckets]
+        self._arrivals = Arrivals(self.buckets)
+        self._backward = self._arrivals.backward
         self._nodes: list[torch.autograd.graph.Node] = []
         self._removers = [
             remover
@@ -136,7 +130,8 @@ class Reducer:
         # accumulates nothing. Autograd holds the node weakly, so it is kept here.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         self._nodes.append(node)
-        before, after = _hooks(weakref.ref(self), bucket.index, position)
+        handle = self._handles[bucket.index][position]
+        before, after = self._arrivals.hooks(weakref.ref(self), bucket, position, handle)
         first = node.register_prehook(before)
         second = parameter.register_post_accumulate_grad_hook(after)
         return (first.remove, second.remove)
@@ -150,21 +145,39 @@ class Reducer:
         """
         bucket = self.buckets[index]
         parameter = bucket.parameters[position]
+        left = WeightGradients.current()
+        self._without[index][position] = gradient is None
+        if left is None and gradient is not None:
+            self._get_to_know_backward()
         if self._look_at_grad(bucket, position) is not None:
             parameter.grad = None
-        left = WeightGradients.current()
-        self._given[bucket.index][position] = gradient is not None
         if left is None or gradient is None or shims.has_gradient_hooks(parameter):
             return None
         left.add(torch.autograd.graph.get_gradient_edge(parameter).node, lambda: gradient)
-        self._given[bucket.index][position] = False
+        self._without[index][position] = True
         return (None,)
+
+    def _get_to_know_backward(self) -> None:
+        """Its first gradient has come; its end will be told, unless it raises."""
+        if self._backward.is_known:
+            return
+        self._note_plain_backward()
+        if self.synchronise and not self._open:
+            self._begin()
+        self._backward.is_known = True
+        shims.call_at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._collect()
+        if self._open and not self.defer_end:
+            self._finish_all_rounds()
 
     def after_accumulation(self, index: int, position: int) -> None:
         bucket, handle = self.buckets[index], self._handles[index][position]
         parameter = bucket.parameters[position]
         gradient = parameter.grad
-        if gradient is None and self._given[bucket.index][position] and parameter.requires_grad:
+        is_without, self._without[index][position] = self._without[index][position], False
+        if gradient is None and not is_without and parameter.requires_grad:
             raise ModelError(
                 f"the gradient of {bucket.fqns[position]!r} was taken out of p.grad during backward, by a "
                 "post-accumulate hook from before distributed_model (an optimizer that steps in backward does so): it "
@@ -179,14 +192,36 @@ class Reducer:
         parameter.grad = handle
         is_ours = bucket.is_one_parameter and sys.getrefcount(gradient) <= HELD_ONCE and owns_its_memory(gradient)
         bucket.accumulate(position, gradient.detach() if gradient.requires_grad else gradient, may_keep=is_ours)
-        self._note_gradient(bucket, position)
+        self._note_plain_backward()
+        bucket.shown[position] = True
         self._arrive(bucket, position)
+
+    def take(self, stretch: Stretch) -> None:
+        """All the gradients that a stretch was waiting for are there, or no more will come in this backward."""
+        bucket, start = self.buckets[stretch.index], stretch.positions.start
+        gradients = stretch.take()
+        with torch.no_grad():
+            bucket.accumulate_all(start, gradients)
+        if self._open and self.synchronise:
+            arrived, stop = self._arrived[stretch.index], stretch.positions.stop
+            before = arrived[start:stop]
+            arrived[start:stop] = [b or g is not None for b, g in zip(before, gradients, strict=True)]
+            self._missing[stretch.index] -= sum(arrived[start:stop]) - sum(before)
+            if self._missing[stretch.index] == 0 and self._alone:
+                self._launch_ready()
+
+    def _collect(self) -> None:
+        """Put what waits in stretches into the buckets; the backward that comes next is another one."""
+        self._backward.is_known = False
+        for stretch in self._arrivals.holding():
+            self.take(stretch)
 
     def foresee_gradient(self, bucket: Bucket, position: int) -> None:
         """A layer is about to write an addend into the bucket itself; the hooks follow when the last one is there."""
         if self._look_at_grad(bucket, position) is None:
             bucket.parameters[position].grad = self._handles[bucket.index][position]
-        self._note_gradient(bucket, position)
+        self._note_plain_backward()
+        bucket.shown[position] = True
 
     def _look_at_grad(self, bucket: Bucket, position: int) -> torch.Tensor | None:
         """What `p.grad` is before a gradient is taken over; if it is not what we left there, that counts."""
@@ -195,10 +230,9 @@ class Reducer:
             self.adopt(bucket, position)
         return current
 
-    def _note_gradient(self, bucket: Bucket, position: int) -> None:
+    def _note_plain_backward(self) -> None:
         if not self.defer_end:
             self.saw_plain_backward = True
-        bucket.shown[position] = True
 
     def adopt(self, bucket: Bucket, position: int) -> None:
         """Bring the bucket in line with what the user did to `p.grad`: None drops, a tensor of theirs is refused."""
@@ -215,11 +249,26 @@ class Reducer:
             )
 
     def adopt_all(self) -> None:
-        for bucket, handles in zip(self.buckets, self._handles, strict=True):
-            for position, parameter in enumerate(bucket.parameters):
-                current = parameter.grad
-                if current is not handles[position] and (current is not None or bucket.shown[position]):
-                    self.adopt(bucket, position)
+        for bucket in self.buckets:
+            self._adopt_bucket(bucket)
+
+    def _adopt_bucket(self, bucket: Bucket) -> None:
+        grads = map(_GRAD, bucket.parameters)
+        if all(bucket.shown):
+            stand = all(map(is_, grads, self._handles[bucket.index]))
+        else:
+            stand = not any(bucket.shown) and all(map(is_, grads, repeat(None)))
+        if not stand:
+            for position in range(len(bucket.parameters)):
+                self._look_at_grad(bucket, position)
+
+    def show_handles(self, bucket: Bucket) -> None:
+        """Where any rank has a gradient, the parameter has its handle, elsewhere None."""
+        if not (all(bucket.has_gradient_anywhere) and all(bucket.shown)):
+            handles = self._handles[bucket.index]
+            for parameter, handle, shows in zip(bucket.parameters, handles, bucket.has_gradient_anywhere, strict=True):
+                parameter.grad = handle if shows else None
+            bucket.shown[:] = bucket.has_gradient_anywhere
 
     def remove_hooks(self) -> None:
         for remove in self._removers:
@@ -232,8 +281,7 @@ class Reducer:
             return
         if not self._open:
             self._begin()
-            if not self.defer_end:
-                shims.call_at_end_of_backward(self._finish_all_rounds)
+            shims.call_at_end_of_backward(self._end_backward)
         arrived = self._arrived[bucket.index]
         if not arrived[position]:
             arrived[position] = True
@@ -242,7 +290,9 @@ class Reducer:
                 self._launch_ready()
 
     def _begin(self) -> None:
-        self.adopt_all()  # a gradient that was dropped by hand is gone before new ones are reduced into its place
+        for bucket in self.buckets:  # what was dropped by hand is gone before more is reduced into its place
+            if any(bucket.shown):
+                self._adopt_bucket(bucket)
         self._open = True
         self._alone = self.defer_end or len(self._peers()) <= 1
         self._round = [b.index for b in self.buckets if self.chunk is None or b.key.chunk == self.chunk]
@@ -256,7 +306,11 @@ class Reducer:
         One that nobody uses would else keep its bucket, and all behind it, from being reduced during backward. If it
         is used again, its gradient comes with the next round, which `reduce_all` makes if any rank needs one.
         """
-        self._idle = [[not has_gradient for has_gradient in bucket] for bucket in anywhere]
+        idle = [[not has_gradient for has_gradient in bucket] for bucket in anywhere]
+        if idle != self._idle:
+            self._collect()
+            self._idle = idle
+            self._arrivals.expect(idle)
 
     def _launch_ready(self) -> None:
         while self._next < len(self._round) and self._missing[self._round[self._next]] == 0:
@@ -266,6 +320,8 @@ class Reducer:
         while self._in_flight and len(self._in_flight) >= self._max_in_flight:
             self._complete_first()
         bucket = self.buckets[self._round[self._next]]
+        for stretch in self._arrivals.holding(bucket):
+            self.take(stretch)
         group, _ = self._groups[bucket.index]
         buffer = self._to_send(bucket, bucket.take_local())
         with named_range("reduce bucket", bucket.index):
@@ -274,7 +330,9 @@ class Reducer:
                 handle = ops.all_reduce(buffer, group=group, tag=bucket.index)
             else:
                 summed, bounds = bucket.new_accumulator(buffer.dtype), bucket.partition.bounds
-                handle = ops.reduce_scatter(buffer, bounds=bounds, group=group, out=summed, tag=bucket.index)
+                handle = ops.reduce_scatter(
+                    buffer, bounds=bounds, group=group, out=summed, given_up=True, tag=bucket.index
+                )
         self._in_flight.append((bucket, buffer, summed, handle))
         self._next += 1
         if self._max_in_flight == 0:
@@ -291,7 +349,7 @@ class Reducer:
         if buffer.dtype == dtype:
             return buffer if divisor == 1.0 else buffer.div_(divisor)
         sent = buffer.to(dtype) if divisor == 1.0 else (buffer / divisor).to(dtype)
-        ops.release(buffer)
+        bucket.give_up(buffer)
         return sent
 
     def undo_scale(self, bucket: Bucket) -> float:
@@ -316,7 +374,7 @@ class Reducer:
                 bucket.add_reduced(buffer)
             else:
                 bucket.raw = summed
-                ops.release(buffer)
+                bucket.give_up(buffer)
 
     def _finish_all_rounds(self) -> None:
         """End of a backward: close the open rounds of all models in one order, that of their wrapping.
@@ -334,6 +392,7 @@ class Reducer:
 
         Afterwards every parameter has its handle: its gradient may have come from another rank.
         """
+        self._collect()
         if not self._open:
             return
         while self._next < len(self._round):
@@ -343,9 +402,9 @@ class Reducer:
         self._open = False
         self.rounds_since_settlement += 1
         for bucket in (self.buckets[index] for index in self._round):
-            for position, parameter in enumerate(bucket.parameters):
+            for position, parameter in enumerate(() if all(bucket.shown) else bucket.parameters):
                 if parameter.grad is None:
-                    parameter.grad = self.handles[bucket.fqns[position]]
+                    parameter.grad = self._handles[bucket.index][position]
                     bucket.shown[position] = True
 
     def full_round(self) -> None:
@@ -358,7 +417,12 @@ class Reducer:
     def is_open(self) -> bool:
         return self._open
 
+    def waiting_bytes(self) -> int:
+        """Of gradients that wait for others of their stretch."""
+        return self._arrivals.waiting_bytes()
+
     def has_unreduced(self) -> bool:
+        self._collect()
         return any(bucket.local is not None for bucket in self.buckets)
 
     def reduce_all(self) -> None:

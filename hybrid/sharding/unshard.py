@@ -19,7 +19,7 @@ freed, though for others its parameters are absent, until `end_run`, an update, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -175,7 +175,7 @@ class Unsharder:
             mark_present(self._parameters[name])
             if not shims.in_backward():
                 self._this_pass.append(name)
-                self._free_idle()
+                self._free_idle(but=self._expected(name))
                 self._fetch_ahead(name, step=1)
 
         return before_unit
@@ -330,6 +330,13 @@ class Unsharder:
         names = [name for name, buckets in self._units.items() if bucket in buckets]
         return f"block {', '.join(map(repr, names))}" if names else bucket.contents()
 
+    def _expected(self, name: str) -> set[int]:
+        """Buckets that the unit before this one has fetched ahead for those behind this one: no need to do so again."""
+        if name not in self._order:
+            return set()
+        first = self._order.index(name) + 1
+        return {b.index for unit in self._order[first : first + self._prefetch - 1] for b in self._units[unit]}
+
     def _fetch_ahead(self, name: str, *, step: int) -> None:
         """Start the gather of the units that followed (or preceded) this one in the last pass."""
         order = self._order if step > 0 else (self._this_pass or self._order)
@@ -343,8 +350,8 @@ class Unsharder:
                     for bucket in self._units[order[neighbour]]:
                         self._start(bucket)
 
-    def _free_idle(self, *, also_arriving: bool = True) -> None:
-        """Free what no running unit needs, and the model's forward or backward does not hold."""
+    def _free_idle(self, *, also_arriving: bool = True, but: Collection[int] = ()) -> None:
+        """Free what no running unit needs, and the model's forward or backward does not hold; `but` these buckets."""
         if self._edited:
             return
         needed = {bucket.index for name in self._active for bucket in self._units[name]}
@@ -353,6 +360,7 @@ class Unsharder:
         if self._in_backward:
             needed |= self._needed_in_backward
         needed |= self._kept | self._lent
+        needed.update(but)
         for bucket in self._buckets:
             if bucket.index not in needed and (also_arriving or self.gathered.is_whole(bucket)):
                 self._free(bucket)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid.collectives import exchange, ops, shared_memory
+from hybrid.collectives import exchange, ops
 from hybrid.collectives.deferred import deferred_backend
 from hybrid.collectives.group import Group
 from hybrid.collectives.point_to_point import Stream
@@ -47,11 +47,9 @@ def bounds_of(num_elements: int, size: int, kind: str) -> tuple[int, ...]:
 
 
 def group_by_way(way: str) -> Group:
-    """Messages through shared memory, in segments that hold one message each, or over gloo."""
+    """Messages through shared memory or over gloo."""
     if way == "gloo":
         os.environ[OFF_VARIABLE] = "0"
-    if way == "small segments":
-        shared_memory.SEGMENT_BYTES = 1 << 16  # type: ignore[misc]
     group = shard_group()
     assert bool(group.near) == (way != "gloo" and group.size > 1)
     return group
@@ -188,7 +186,7 @@ def check_many_in_flight(way: str) -> None:
                 assert torch.equal(buffer[checked], total[checked]), tag
 
 
-@pytest.mark.parametrize(("way", "world_size"), [("gloo", 4), ("shared", 2), ("shared", 4), ("small segments", 4)])
+@pytest.mark.parametrize(("way", "world_size"), [("gloo", 4), ("shared", 2), ("shared", 4)])
 def test_many_collectives_in_flight_do_not_mix(way: str, world_size: int) -> None:
     """Protects concurrent buckets: 40 calls in flight, waited for in a different order on each rank, twice."""
     run_ranks(check_many_in_flight, world_size, way)

@@ -120,9 +120,9 @@ def observe(zero_stage: int, shard_size: int, optimizer_name: str) -> list[tuple
     owned = [part for b in buckets for part in b.partition.slices(b.shard) if not part.fqn.startswith("unused")]
     state = 4 * STATE_TENSORS[optimizer_name] * sum(part.num_elements for part in owned)
     state += 4 * len(owned) if optimizer_name == "adamw" else 0
-    # Beyond the table: an index (8 bytes) per element of padding, and one element that stands for each gradient.
+    # Beyond the table: padding, and one element that stands for each gradient.
     base = live_bytes()
-    rows = [("overhead of wrapping", {"live": base - before}, {"live": (4 + 8) * padding + 4 * num_trainable(model)})]
+    rows = [("overhead of wrapping", {"live": base - before}, {"live": 4 * padding + 4 * num_trainable(model)})]
 
     def row(point: str, gradients: int, state: int) -> None:
         reported = model.memory_bytes()

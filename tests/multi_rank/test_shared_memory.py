@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import hybrid
 from hybrid.collectives import ops, shared_memory
 from hybrid.collectives.point_to_point import Stream
 from hybrid.collectives.shared_memory import OFF_VARIABLE, Arena, Introduction, Neighbour, Place, arena
+from hybrid.errors import CollectiveError, LaunchError
 from tests.multi_rank.worlds import shard_group
 from tests.ranks import run_ranks
 
@@ -41,25 +44,62 @@ def test_a_place_is_lent_again_when_all_have_read_it() -> None:
 
 
 def resident_bytes(lender: Arena) -> int:
-    """Memory behind the files of an arena."""
-    return sum(512 * os.fstat(segment.descriptor).st_blocks for segment in lender._segments)
+    """Memory behind the file of an arena."""
+    return 512 * os.fstat(lender.descriptor).st_blocks
 
 
-def test_without_room_an_arena_grows_and_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Protects against waiting for room (two full ranks would wait for each other), and against keeping a peak."""
-    monkeypatch.setattr(shared_memory, "SEGMENT_BYTES", 1 << 16)
+def test_what_large_messages_took_comes_back() -> None:
+    """Protects against keeping the memory of one large message, such as the first broadcast of a model, for ever."""
     lender = Arena()
     reader = Neighbour(lender.introduction())
-    places = [lend(lender, 12_000, float(number)) for number in range(5)]
-    places.append(lend(lender, 1 << 20, 5.0))
+    place = lend(lender, 1 << 20, 5.0)
     assert resident_bytes(lender) > 4 << 20
-    for number, place in enumerate(places):
-        num_elements = 1 << 20 if number == 5 else 12_000
-        read = reader.read(place, num_elements=num_elements, dtype=torch.float32)
-        assert torch.equal(read, torch.full((num_elements,), float(number)))
+    reader.has_read(place, reader=1)
+    for number in range(400):
+        place = lend(lender, 1000, float(number))
+        assert reader.read(place, num_elements=1000, dtype=torch.float32)[-1] == number
         reader.has_read(place, reader=1)
-    assert lend(lender, 12_000, 6.0) == places[0]
-    assert resident_bytes(lender) <= 1 << 16, "only the first segment keeps its memory"
+    assert resident_bytes(lender) <= 1 << 16
+
+
+def test_without_room_the_error_says_what_holds_it() -> None:
+    """Protects against waiting for room: two ranks with full arenas would wait for each other."""
+    lender = Arena(1 << 16)
+    lend(lender, 12_000, 1.0)
+    with pytest.raises(CollectiveError, match=r"(?s)48064 of 65536 bytes.*HYBRID_SHARED_MEMORY=0"):
+        lend(lender, 12_000, 2.0)
+
+
+def no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+
+
+def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(shared_memory.mmap, "mmap", refuse)
+
+
+def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OFF_VARIABLE, " Off")
+
+
+@pytest.mark.parametrize("without", [no_memfd, no_addresses, switched_off])
+def test_without_such_memory_a_process_takes_no_part(
+    without: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Protects systems that have none: their messages go over gloo."""
+    monkeypatch.setattr(shared_memory, "_arenas", [])
+    without(monkeypatch)
+    assert shared_memory.introduction() is None
+
+
+def test_a_word_that_says_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protects the one who writes another word for no."""
+    monkeypatch.setenv(OFF_VARIABLE, "never")
+    with pytest.raises(LaunchError, match=r"HYBRID_SHARED_MEMORY='never'.*1 \(the default\) or 0"):
+        shared_memory.introduction()
 
 
 def test_a_buffer_that_is_given_up_is_read_where_it_lies() -> None:
@@ -106,7 +146,7 @@ def other_arena(introduced: Introduction) -> Introduction:
 @pytest.mark.parametrize("change", [other_process, other_kernel, other_arena])
 def test_only_the_arena_that_was_introduced_is_read(change: Callable[[Introduction], Introduction]) -> None:
     """Containers number their processes apart: behind the same numbers may be a pipe, or another job's arena."""
-    with pytest.raises(OSError, match=r"arena|another host|No such file|Permission"):
+    with pytest.raises(OSError, match=r"arena|No such file|Permission"):
         Neighbour(change(Arena().introduction()))
 
 
@@ -151,6 +191,22 @@ def test_messages_of_a_pipeline() -> None:
     run_ranks(check_stream, 2)
 
 
+def leave_early() -> float:
+    group = shard_group()
+    values = torch.full((3_000_000,), 1.0 + group.rank)
+    ops.broadcast(values, source=1, group=group)
+    handle = ops.all_gather(values, bounds=(0, 1_500_000, 3_000_000), group=group)
+    if group.rank == 0:
+        time.sleep(0.5)
+    handle.wait()
+    return float(values.sum())
+
+
+def test_what_a_rank_laid_out_outlives_it() -> None:
+    """Protects the last message of a rank that ends before the others read it."""
+    assert run_ranks(leave_early, 2) == [6_000_000.0, 6_000_000.0]
+
+
 def check_fork() -> None:
     mine = arena()
     seen: list[int] = []
@@ -168,3 +224,37 @@ def check_fork() -> None:
 def test_a_forked_process_has_its_own() -> None:
     """Protects the parent's messages from a data loader's worker, or a saving process, that sends some of its own."""
     run_ranks(check_fork, 1)
+
+
+def check_gradients(stage: int) -> tuple[list[torch.Tensor], int]:
+    strategy = hybrid.DistributedStrategy()
+    strategy.sharding = True
+    strategy.sharding_configs = {"stage": stage}
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(*(torch.nn.Linear(1100, 1100) for _ in range(3)))
+    model = hybrid.distributed_model(plain, strategy=strategy)
+    optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = dist.get_rank()
+    for step in range(3):
+        for micro_batch in range(2):
+            x = torch.randn(4, 1100, generator=torch.Generator().manual_seed(10 * step + 2 * micro_batch + rank))
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    given = arena().sent_bytes if model.hybrid_runtime.mesh.world.near else 0
+    return [value.clone() for value in model.full_state_dict().values()], given
+
+
+def gradients(way: str, stage: int) -> tuple[list[torch.Tensor], int]:
+    os.environ[OFF_VARIABLE] = "1" if way == "shared" else "0"
+    return check_gradients(stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_gives_the_same_bits_either_way(stage: int) -> None:
+    """Protects gradients of several megabytes, which the others read where they lie while the next ones are made."""
+    (shared, given), *_ = run_ranks(gradients, 2, "shared", stage)
+    (over_gloo, none), *_ = run_ranks(gradients, 2, "gloo", stage)
+    assert given > 3 * 4 * 1100 * 1100
+    assert none == 0
+    assert all(torch.equal(one, other) for one, other in zip(shared, over_gloo, strict=True))

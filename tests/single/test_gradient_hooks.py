@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hybrid.collectives import ops
 from hybrid.contracts.partition import partition_bucket
 from hybrid.errors import GradientAccessError, ModelError
+from hybrid.sharding import arrivals
 from hybrid.sharding.bucket import Bucket, BucketKey
 from hybrid.sharding.gradient_handle import GradientHandle
 from hybrid.sharding.reduce import Reducer
@@ -55,6 +56,12 @@ def layers() -> nn.Sequential:
 
 def inputs() -> torch.Tensor:
     return torch.arange(6.0).reshape(2, 3) / 6
+
+
+@pytest.fixture(autouse=True, params=[8, 1], ids=["each", "together"])
+def stretches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each small gradient goes into the bucket by itself, or all of them when the last one is there."""
+    monkeypatch.setattr(arrivals, "_STRETCHES", request.param)
 
 
 @pytest.fixture
@@ -210,6 +217,55 @@ def test_a_gradient_set_by_hand_is_refused_by_name(hooked: Hooked) -> None:
     hooked.model[0].bias.grad = torch.ones(4)
     with pytest.raises(ModelError, match=r"0\.bias"):
         hooked.reducer.reduce_all()
+
+
+@pytest.mark.parametrize("when", ["first", "further"])
+def test_a_backward_that_raises_leaves_what_it_brought_as_in_plain_torch(
+    hooked: Hooked, plain: nn.Sequential, when: str
+) -> None:
+    """Protects gradients that wait for their neighbours: those never come, and the next backward begins anew."""
+    for model in (hooked.model, plain):
+        if when == "further":
+            model(inputs()).sum().backward()
+        hidden = model[1](model[0](inputs()))
+        hidden.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model[2](hidden).sum().backward()
+        if model is hooked.model:
+            hooked.reducer.finish_round()  # as the next forward does
+        model(inputs()).sum().backward()
+    assert_gradients(hooked, plain)
+
+
+def test_one_that_came_without_a_gradient_does_not_keep_its_neighbours(hooked: Hooked) -> None:
+    """Protects neighbours of a parameter that a step leaves out: what they have got counts, its range is zero."""
+    for scale in (1.0, 2.0):
+        (hooked.model[0](inputs()).sum() * scale).backward()
+    hooked.reducer.reduce_all()
+    assert [hooked.bucket.has_gradient[hooked.bucket.position_of[n]] for n in ("0.weight", "2.weight")] == [True, False]
+    hooked.bucket.settle(1.0)
+    assert hooked.bucket.settled is not None
+    found = hooked.bucket.view(hooked.bucket.settled, hooked.bucket.position_of["0.bias"])
+    assert found.tolist() == [6.0] * 4
+    assert torch.count_nonzero(hooked.bucket.view(hooked.bucket.settled, hooked.bucket.position_of["2.weight"])) == 0
+
+
+def test_what_another_looks_at_is_not_taken_from_him(hooked: Hooked) -> None:
+    """Protects views of settled gradients that somebody keeps, from memory that goes and comes with the steps."""
+    kept = []
+    for step in range(3):
+        (hooked.model(inputs()).sum() * (step + 1)).backward()
+        hooked.reducer.reduce_all()
+        hooked.bucket.settle(1.0)
+        place = [part.fqn for part in hooked.bucket.slices].index("2.bias")
+        views = hooked.bucket.settled_views(are_given_back=True)
+        if step == 1:
+            kept.append(views[place])
+        del views
+        hooked.bucket.drop_all()
+        for parameter in hooked.model.parameters():
+            parameter.grad = None
+    assert kept[0].tolist() == [4.0, 4.0]
 
 
 class OneParameter(nn.Module):

@@ -1,0 +1,244 @@
+"""The gradients of a bucket, from the first one that arrives to what the optimizer sees.
+
+How long each buffer lives is in the docstring of `bucket.py`. Their memory is used again in the next step, with the
+views of it (`ReusedBuffer`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+
+import torch
+
+from hybrid import shims
+from hybrid.collectives import ops
+from hybrid.contracts.partition import BucketPartition, Slice
+from hybrid.sharding.bucket_key import BucketKey
+from hybrid.sharding.reused_buffer import ReusedBuffer
+
+__all__ = ["BucketGradients"]
+
+_IS_SPARSE = attrgetter("is_sparse")
+_OWN_VIEWS = -1  # among the keys of views; those of neighbours are the position of the first
+_NEAR_ELEMENTS = 2**12  # to set these to zero takes no longer than one more call
+
+
+class BucketGradients(ABC):
+    """What `Bucket` does with gradients; it has the rest of what is named here."""
+
+    key: BucketKey
+    partition: BucketPartition
+    parameters: tuple[torch.nn.Parameter, ...]
+    fqns: tuple[str, ...]
+    slice_of: Mapping[str, Slice]
+    low: int
+    high: int
+    data: torch.Tensor
+
+    @abstractmethod
+    def view(self, flat: torch.Tensor, position: int) -> torch.Tensor:
+        """The parameter's shape and strides over a whole flat buffer of this bucket."""
+
+    @abstractmethod
+    def strides(self, position: int) -> tuple[int, ...]:
+        """The parameter's strides."""
+
+    @abstractmethod
+    def own_views(self, shard_buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Of a buffer over the own shard, what belongs to each own slice."""
+
+    def _init_gradients(self, device: torch.device) -> None:
+        self._empty = _merged(self.partition.gaps())
+        # Memory of whole gradients, and of their sums over the own range where that is apart.
+        self._wholes = ReusedBuffer(self.partition.num_elements, dtype=self.key.grad_dtype, device=device)
+        self._owns = self._wholes
+        if self.partition.num_shards > 1:
+            self._owns = ReusedBuffer(self.high - self.low, dtype=self.key.grad_dtype, device=device)
+
+        self.shared_with: ops.Group | None = None
+        """The ranks that read whole gradients where they lie, if there are any."""
+        self.local: torch.Tensor | None = None
+        self.filled = [False] * len(self.parameters)
+        self.raw: torch.Tensor | None = None
+        self.settled: torch.Tensor | None = None
+        self.scale: float | torch.Tensor = 1.0
+        # Whether a real gradient has come since zero_grad: here, and on any rank (known after a settlement).
+        self.has_gradient = [False] * len(self.parameters)
+        # Whether our handle stands in `p.grad`: then None means dropped. Always this list, which hooks hold.
+        self.shown = [False] * len(self.parameters)
+        self.has_gradient_anywhere = [False] * len(self.parameters)
+
+    def accumulate(self, position: int, gradient: torch.Tensor, *, may_keep: bool = False) -> None:
+        """Take over one gradient that autograd has just finished; dtype and layout may differ.
+
+        With `may_keep` nobody else sees its memory, and `is_one_parameter`: it may become the buffer.
+        """
+        as_it_lies = (self.key.grad_dtype, self.strides(position))
+        keep = may_keep and self.local is None and (gradient.dtype, gradient.stride()) == as_it_lies
+        if self.local is None:
+            self.local = gradient.as_strided((gradient.numel(),), (1,)) if keep else self.new_gradient_buffer()
+        view = self.view(self.local, position)
+        if self.filled[position]:
+            view.add_(gradient)
+        elif gradient.is_sparse:
+            view.zero_().add_(gradient)
+        elif not keep:
+            view.copy_(gradient)
+        self.filled[position] = self.has_gradient[position] = True
+
+    def accumulate_all(self, start: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """`accumulate` for neighbours, from position `start` on; in one call, if all are first or all are further ones.
+
+        Views of them are kept for the next time.
+        """
+        stop, count = start + len(gradients), len(gradients)
+        num_filled = sum(self.filled[start:stop])
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) < count or 0 < num_filled < count or any(map(_IS_SPARSE, present)):
+            for position, gradient in enumerate(gradients, start):
+                if gradient is not None:
+                    self.accumulate(position, gradient)
+            return
+        if self.local is None:
+            self.local = self.new_gradient_buffer()
+        views = self._wholes.views(self.local, start, lambda flat: [self.view(flat, p) for p in range(start, stop)])
+        (shims.ADD_TO_EACH if num_filled else shims.COPY_TO_EACH)(views, present)
+        self.filled[start:stop] = self.has_gradient[start:stop] = [True] * count
+
+    def open_view(self, position: int) -> tuple[torch.Tensor, bool]:
+        """Where one parameter's gradient is to be written, and whether one is there, to be added to.
+
+        Counts as filled from now on.
+        """
+        if self.local is None:
+            self.local = self.new_gradient_buffer()
+        is_filled = self.filled[position]
+        self.filled[position] = self.has_gradient[position] = True
+        return self.view(self.local, position), is_filled
+
+    def new_gradient_buffer(self) -> torch.Tensor:
+        """A whole buffer whose padding is zero and whose parameters' ranges are not written yet."""
+        buffer = self._new_whole()
+        for begin, end in self._empty:
+            buffer[begin:end].zero_()
+        return buffer
+
+    def _new_whole(self) -> torch.Tensor:
+        if self.shared_with is not None:
+            shared = ops.shared_buffer(self.partition.num_elements, self.key.grad_dtype, group=self.shared_with)
+            if shared is not None:
+                return shared
+        return self._wholes.open()
+
+    def give_up(self, buffer: torch.Tensor) -> None:
+        """Nobody will read this gradient buffer of the bucket again."""
+        ops.release(buffer)
+        self._wholes.close(buffer)
+        if self._owns is not self._wholes:
+            self._owns.close(buffer)
+
+    def take_local(self) -> torch.Tensor:
+        """Give the whole gradient buffer away for its reduction; parameters without a gradient count as zero."""
+        buffer = self.local
+        if buffer is None:
+            buffer = torch.zeros(self.partition.num_elements, dtype=self.key.grad_dtype, device=self.data.device)
+        elif not all(self.filled):
+            for position, filled in enumerate(self.filled):
+                if not filled:
+                    self.view(buffer, position).zero_()
+        self.local = None
+        self.filled = [False] * len(self.parameters)
+        return buffer
+
+    def new_accumulator(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where the sum of the own range is to arrive, to become `raw`; None: `add_reduced` takes it."""
+        if self.raw is not None or dtype != self.key.grad_dtype:
+            return None
+        return self._owns.open()
+
+    def add_reduced(self, buffer: torch.Tensor) -> None:
+        """Add the own range of a reduced buffer to what has been reduced before, and give the buffer up."""
+        if self.raw is not None:
+            self.raw.add_(buffer[self.low : self.high])
+        elif self.partition.num_shards == 1 and buffer.dtype == self.key.grad_dtype:
+            self.raw = buffer
+            return
+        else:
+            self.raw = buffer[self.low : self.high].to(self.key.grad_dtype, copy=True)
+        self.give_up(buffer)
+
+    def settle(self, scale: float) -> None:
+        """Turn the sum over ranks into the gradient that the optimizer sees: `scale` times the sum, added to it."""
+        if self.raw is None:
+            return
+        if self.settled is None:
+            self.settled, self.scale = self.raw, scale
+        else:
+            self.apply_scale()
+            self.settled.add_(self.raw, alpha=scale)
+            self.give_up(self.raw)
+        self.raw = None
+
+    def apply_scale(self) -> None:
+        """Multiply the settled gradient by its pending factor."""
+        if self.settled is not None and not (isinstance(self.scale, float) and self.scale == 1.0):
+            self.settled.mul_(self.scale_for(self.settled))
+        self.scale = 1.0
+
+    def scale_for(self, gradient: torch.Tensor) -> float | torch.Tensor:
+        """The pending factor, where this gradient is."""
+        return self.scale.to(gradient.device) if isinstance(self.scale, torch.Tensor) else self.scale
+
+    def drop(self, position: int) -> None:
+        """Forget one parameter's gradient, as `p.grad = None` does."""
+        self.fill_zero(position)
+        self.has_gradient[position] = self.has_gradient_anywhere[position] = self.shown[position] = False
+
+    def fill_zero(self, position: int) -> None:
+        """Set one parameter's gradient to zero, but leave it there."""
+        if self.local is not None and self.filled[position]:
+            self.view(self.local, position).zero_()
+        part = self.slice_of.get(self.fqns[position])
+        if part is not None:
+            begin, end = part.offset_elements - self.low, part.offset_elements - self.low + part.num_elements
+            for buffer in (self.raw, self.settled):
+                if buffer is not None:
+                    buffer[begin:end].zero_()
+
+    def drop_all(self) -> None:
+        """Give up every gradient buffer."""
+        for buffer in (self.local, self.raw, self.settled):
+            if buffer is not None:
+                self.give_up(buffer)
+        self.local = self.raw = self.settled = None
+        self.scale = 1.0
+        count = len(self.parameters)
+        self.filled = [False] * count
+        self.has_gradient = [False] * count
+        self.shown[:] = [False] * count
+        self.has_gradient_anywhere = [False] * count
+
+    def gradient_bytes(self) -> int:
+        """Live bytes of this bucket's gradient buffers."""
+        buffers = (self.local, self.raw, self.settled)
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers if buffer is not None)
+
+    def settled_views(self, *, are_given_back: bool) -> list[torch.Tensor]:
+        """Of the settled gradient, `own_views`. Made anew if it is not sure that they are given back before it is."""
+        assert self.settled is not None
+        if not are_given_back:
+            return self.own_views(self.settled)
+        return self._owns.views(self.settled, _OWN_VIEWS, self.own_views)
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that cover these, with less than a call's worth of elements between them."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if merged and begin - merged[-1][1] < _NEAR_ELEMENTS:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return merged
