@@ -11,12 +11,12 @@ and what they say of it is carried over to all three:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hybrid.contracts.tensor_claims import Problems, general
-from hybrid.contracts.tensor_facts import ModelFacts, ModuleFacts
-from hybrid.contracts.tensor_plan import ModuleRule, ParameterRow, TensorPlan
+from hybrid.contracts.tensor_facts import ModelFacts, ModuleFacts, parent_of
+from hybrid.contracts.tensor_plan import ModuleRule, ParameterRow, SidePathRule, TensorPlan
 
 __all__ = ["SidePath", "check_side_paths", "with_side_paths", "without_side_paths"]
 
@@ -35,9 +35,18 @@ class SidePath:
     pairs: tuple[tuple[ModuleFacts, ModuleFacts], ...]
 
 
-def without_side_paths(facts: ModelFacts) -> tuple[ModelFacts, dict[str, SidePath]]:
-    """The model with every base layer in the place of the module around it, and those modules by name."""
-    found = {path.fqn: path for module in facts.modules if (path := _side_path(facts, module)) is not None}
+def without_side_paths(facts: ModelFacts, named: Iterable[str] = ()) -> tuple[ModelFacts, dict[str, SidePath]]:
+    """The model with every base layer in the place of the module around it, and those modules by name.
+
+    Args:
+        named: modules that a plan has words for; where one lies in a side path, the plan rules there.
+    """
+    known = {parent for fqn in named for parent in _around(fqn)}
+    found = {
+        path.fqn: path
+        for module in facts.modules
+        if module.fqn not in known and (path := _side_path(facts, module)) is not None
+    }
     if not found:
         return facts, found
     modules = []
@@ -50,6 +59,11 @@ def without_side_paths(facts: ModelFacts) -> tuple[ModelFacts, dict[str, SidePat
     return replace(facts, modules=tuple(modules)), found
 
 
+def _around(fqn: str) -> Iterator[str]:
+    while fqn := parent_of(fqn):
+        yield fqn
+
+
 def _side_path(facts: ModelFacts, module: ModuleFacts) -> SidePath | None:
     bases = [child for child in facts.children(module.fqn) if child.name in _BASES and child.is_linear]
     if len(bases) != 1 or module.parameters or not module.fqn or not bases[0].exact or any(bases[0].tied.values()):
@@ -58,7 +72,7 @@ def _side_path(facts: ModelFacts, module: ModuleFacts) -> SidePath | None:
     for one in facts.inside(module.fqn):
         if not one.parameters or one.fqn == bases[0].fqn:
             continue
-        place = one.fqn[len(module.fqn) :].lower()
+        place = one.fqn[len(module.fqn) :].lower().split(".")
         if one.kind != "linear" or not one.exact or any(one.tied.values()):
             return None
         if "lora_a" in place:
@@ -119,7 +133,17 @@ def with_side_paths(plan: TensorPlan, facts: ModelFacts, paths: Mapping[str, Sid
         replicated=replicated,
         partial={names.get(fqn, fqn): why for fqn, why in plan.partial.items()},
         rows=tuple(rows[fqn] for fqn in facts.parameters if fqn in rows),
-        side_paths={path.fqn: plan.rules[path.fqn].style for path in paths.values() if path.fqn in plan.rules},
+        side_paths={fqn: _facts_of_use(plan.rules[fqn], path) for fqn, path in paths.items() if fqn in plan.rules},
+    )
+
+
+def _facts_of_use(rule: ModuleRule, path: SidePath) -> SidePathRule:
+    return SidePathRule(
+        reads_whole=rule.style == "colwise" or rule.split_input,
+        leaves_whole=rule.style == "rowwise" or rule.gather_output,
+        base=path.base.fqn,
+        narrow=tuple(narrow.fqn for narrow, _ in path.pairs),
+        widen=tuple(widen.fqn for _, widen in path.pairs),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from hybrid.contracts.placement import Cut, even_cut, fused_cut
 from hybrid.contracts.tensor_facts import ModuleFacts, parent_of
 
-__all__ = ["TABLE_HEADER", "ModuleRule", "ParameterRow", "Style", "TensorPlan"]
+__all__ = ["TABLE_HEADER", "ModuleRule", "ParameterRow", "SidePathRule", "Style", "TensorPlan"]
 
 Style = Literal["colwise", "rowwise", "vocab", "embedding_colwise", "head", "attention", "partial"]
 """How a module is cut.
@@ -119,6 +119,22 @@ class ModuleRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SidePathRule:
+    """A cut layer with low-rank ones beside it.
+
+    Args:
+        reads_whole, leaves_whole: whether the activations that go in and come out are whole on every rank.
+        base, narrow, widen: the layer, and those of each product.
+    """
+
+    reads_whole: bool
+    leaves_whole: bool
+    base: str
+    narrow: tuple[str, ...]
+    widen: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
     """One parameter in an explanation; `rule` also says why it stays whole."""
 
@@ -145,7 +161,7 @@ class TensorPlan:
         cross_attention: modules that also attend over another sequence, which comes whole.
         blocks: stacks of blocks; the sequence is cut where the first begins and whole where the last ends.
         rows: one per parameter, by its first name.
-        side_paths: modules that hold a layer and low-rank ones beside it -> style of that layer, if it is cut.
+        side_paths: modules that hold a cut layer and low-rank ones beside it.
     """
 
     degree: int
@@ -158,7 +174,7 @@ class TensorPlan:
     cross_attention: tuple[str, ...] = ()
     blocks: tuple[tuple[str, ...], ...] = ()
     rows: tuple[ParameterRow, ...] = ()
-    side_paths: Mapping[str, str] = field(default_factory=dict)
+    side_paths: Mapping[str, SidePathRule] = field(default_factory=dict)
 
     def caller(self, fqn: str) -> str:
         """The module whose forward calls this layer: a side path stands in for it."""

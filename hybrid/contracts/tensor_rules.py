@@ -69,10 +69,8 @@ def plan_tensor_parallel(
 
 
 def _without_side_paths(facts: ModelFacts, plan: Mapping[str, Any] | None) -> tuple[ModelFacts, Mapping[str, SidePath]]:
-    """Unless the user's plan has words for what lies in them: then it rules."""
-    bare, side_paths = without_side_paths(facts)
-    named = (module.fqn for pattern in plan or {} for module in matching(pattern, facts)[0])
-    return (facts, {}) if any(fqn not in bare.by_fqn for fqn in named) else (bare, side_paths)
+    """But for those in which the user's plan has words for the parts."""
+    return without_side_paths(facts, [one.fqn for pattern in plan or {} for one in matching(pattern, facts)[0]])
 
 
 def _plan_layers(

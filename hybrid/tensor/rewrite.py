@@ -35,6 +35,7 @@ from hybrid.tensor.sequence import (
     refuse_partial_outputs,
     scatter_at_entry,
 )
+from hybrid.tensor.side_path import watch_side_path
 
 __all__ = ["adopt_modules", "cut_parameters", "is_cut_by_hand", "planned_cuts"]
 
@@ -160,9 +161,9 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
                     sequence_dim=1 if dim == -2 else dim,
                     memory_is_whole=True,
                 )
-    for fqn, style in plan.side_paths.items():
+    for fqn, path in plan.side_paths.items():
         if fqn in modules:
-            _draw_around(modules[fqn], region, style=style)
+            watch_side_path(fqn, path, modules, region)
     for fqn, values in plan.attributes.items():
         for name, value in values.items() if fqn in modules else ():
             if not _set_by_adoption(plan.rules.get(fqn), name):
@@ -238,23 +239,6 @@ def _entry(
 
 def _side_path_of(fqn: str, plan: TensorPlan) -> bool:
     return any(fqn.startswith(f"{path}.") for path in plan.side_paths)
-
-
-def _draw_around(module: nn.Module, region: CutRegion, *, style: str) -> None:
-    """What a side path drops of its input: of a whole one the same on all ranks, of a cut one each its own."""
-
-    def before(module: nn.Module, args: Any) -> None:
-        region.leave()
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if style == "rowwise":
-            region.leave()
-        elif isinstance(output, torch.Tensor):
-            region.enter(output.device)
-
-    if style == "colwise":
-        module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
 
 
 def _pair(fqn: str, plan: TensorPlan) -> int:

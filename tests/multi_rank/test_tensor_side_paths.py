@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import hybrid
-from hybrid.errors import HybridError
+from hybrid.errors import HybridError, ModelError
 from tests.ranks import run_ranks
 from tests.tensor_case import tensor_strategy, tensor_variant
 from tests.tensor_models import LowRank
@@ -85,6 +85,55 @@ def test_masks_of_side_paths(with_recompute: bool) -> None:
             assert torch.equal(gradient, second["gradients"][name]), name
 
 
+class OnTheFly(LowRank):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        thin = self.lora_B["default"].weight @ self.lora_A["default"].weight
+        return functional.linear(x, self.base_layer.weight + 2.0 * thin, self.base_layer.bias)
+
+
+class Normalised(LowRank):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + functional.normalize(self.lora_B["default"](self.lora_A["default"](x)), dim=-1)
+
+
+class SwitchedOff(LowRank):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
+
+
+class DropsInBetween(LowRank):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = functional.dropout(self.lora_A["default"](x), 0.5, self.training)
+        return self.base_layer(x) + self.lora_B["default"](low)
+
+
+def forward_of(kind: type[LowRank]) -> str:
+    with tensor_variant(2, stage=0, plan=None, seed=3) as strategy:
+        plain = Model()
+        for module in plain.modules():
+            if isinstance(module, LowRank):
+                module.__class__ = kind
+        model: Any = hybrid.distributed_model(plain, strategy)
+        try:
+            for _ in range(2):
+                model(torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(2))).square().mean().backward()
+        except ModelError as error:
+            return str(error)
+        return ""
+
+
+def forwards() -> dict[str, str]:
+    return {kind.__name__: forward_of(kind) for kind in (OnTheFly, Normalised, SwitchedOff, DropsInBetween)}
+
+
+def test_a_forward_that_is_none_of_a_side_path_is_refused() -> None:
+    """Names alone do not tell what a module does: on a part of the features its numbers would be others."""
+    for said in run_ranks(forwards, 2):
+        assert re.match(r"blocks\.0\.attention\.q_proj has .*reads the weights of its layers", said["OnTheFly"])
+        assert re.match(r"blocks\.0\.attention\.q_proj has .*more .* than add a multiple", said["Normalised"])
+        assert said["SwitchedOff"] == said["DropsInBetween"] == ""
+
+
 def explained(model: nn.Module, **settings: Any) -> str:
     return str(tensor_strategy(2, **settings).explain(model, world_size=2))
 
@@ -129,6 +178,22 @@ def test_what_has_no_answer_is_refused(name: str) -> None:
     make, settings, said = REFUSED[name]
     with pytest.raises(HybridError, match=said):
         explained(make(), **settings)
+
+
+def test_an_adapter_may_have_any_name() -> None:
+    """Protects against names of adapters that look like those of layers."""
+    model = Model()
+    for side in [module for module in model.modules() if isinstance(module, LowRank)]:
+        for thin in (side.lora_A, side.lora_B):
+            thin["lora_adapter"] = thin.pop("default")
+    assert re.search(r"q_proj\.lora_B\.lora_adapter\.weight \(2 times\) +8 × 3 +4 × 3", explained(model))
+
+
+def test_a_plan_for_one_block_leaves_the_others_their_rules() -> None:
+    """Protects the rest of the model: a plan that names the parts of one side path rules there, and only there."""
+    said = explained(Model(), plan={"blocks.0.**": "replicated"})
+    assert re.search(r"q_proj\.base_layer\.weight +8 × 8 +4 × 8 +colwise", said)
+    assert re.search(r"q_proj\.base_layer\.weight +8 × 8 +8 × 8 +whole: your plan", said)
 
 
 def test_a_plan_with_words_for_the_parts_rules() -> None:
