@@ -1,10 +1,15 @@
 """Any layout loads any layout: weights, moments, step counts and masters to the bit, and the next losses.
 
-Every pair of a set of layouts that covers all axes: ZeRO stages, shard groups with replicas, tensor and pipeline
+Every two of a set of layouts that covers all axes: ZeRO stages, shard groups with replicas, tensor and pipeline
 parallel and both, schedules with several chunks per stage, partitions, bucket sizes, precision, world sizes; over
 models with frozen parameters, uneven parts, parameters that never had a gradient, and a weight on two or three stages.
-And every pair of layouts with tensor parallel, over models with fused weights, transposed ones, heads of keys that are
+And every two layouts with tensor parallel, over models with fused weights, transposed ones, heads of keys that are
 fewer than the ranks, and a vocabulary that does not divide (67), two of them from `transformers`.
+
+In the default run each layout loads what it saved itself, what the plainest one saved and the other way round; of any
+other two, one loads what the other saved. Every pair both ways:
+
+    python -m pytest tests/multi_rank/test_checkpoint_layouts.py -m full -n 0
 """
 
 from __future__ import annotations
@@ -52,9 +57,33 @@ def tensor_kinds(layout: str) -> tuple[str, ...]:
     return TENSOR_KINDS
 
 
+def sources(layouts: Layouts, loader: str, *, both_ways: bool) -> list[str]:
+    """The layouts whose files `loader` loads. Of a circle: itself, the half after it, and the first one; or all."""
+    names = list(layouts)
+    here = names.index(loader)
+
+    def is_after(place: int) -> bool:
+        steps = (place - here) % len(names)
+        return 2 * steps < len(names) or (2 * steps == len(names) and here < place)
+
+    return [name for place, name in enumerate(names) if both_ways or 0 in {here, place} or is_after(place)]
+
+
+@pytest.mark.parametrize("layouts", [PIPELINES, TENSORS], ids=["pp", "tp"])
+def test_every_two_layouts_meet_in_the_default_run(layouts: Layouts) -> None:
+    """And the first one, the plainest, loads and is loaded by every other."""
+    met = {(loader, name) for loader in layouts for name in sources(layouts, loader, both_ways=False)}
+    assert all((one, other) in met or (other, one) in met for one in layouts for other in layouts)
+    first = next(iter(layouts))
+    assert all({(first, name), (name, first)} <= met for name in layouts)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "both_ways", [pytest.param(False, id="one-way"), pytest.param(True, id="both-ways", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(("layouts", "kinds"), [(PIPELINES, pipeline_kinds), (TENSORS, tensor_kinds)], ids=["pp", "tp"])
-def test_every_layout_loads_every_layout(layouts: Layouts, kinds: Any) -> None:
+def test_every_layout_loads_every_layout(layouts: Layouts, kinds: Any, both_ways: bool) -> None:
     root = Path(tempfile.mkdtemp())  # not tmp_path, of which the last three runs stay
     try:
         roots = {name: str(root / name) for name in layouts}
@@ -63,6 +92,7 @@ def test_every_layout_loads_every_layout(layouts: Layouts, kinds: Any) -> None:
             for name, (world, settings) in layouts.items()
         }
         for name, (world, settings) in layouts.items():
-            run_ranks(load_all, world, roots, kinds(name), settings, saved, timeout_seconds=240)
+            chosen = {source: roots[source] for source in sources(layouts, name, both_ways=both_ways)}
+            run_ranks(load_all, world, chosen, kinds(name), settings, saved, timeout_seconds=240)
     finally:
         shutil.rmtree(root)

@@ -1,9 +1,10 @@
 """The promise as a matrix: under every setting, a run gives the numbers of one plain process (tests/parity.py).
 
-The default run is a cover of all pairs of settings. The backend is one of them: gloo, or the deferred one, where a
-missing wait or a buffer read too early turns into NaN. The same cases on the other backend, and the whole product of
-the settings that interact most (layout, way of accumulation, overlap, clip, optimizer, partition, reduction), the
-others taking turns, run with
+The default run is a cover of all pairs of settings: every cut (ZeRO stage with shard_size) by every way of
+accumulation, and both with every number of ranks. The backend is one of them: gloo, or the deferred one, where a
+missing wait or a buffer read too early turns into NaN. Every layout (cut on a number of ranks) by every way, on both
+backends, and the whole product of the settings that interact most (layout, way of accumulation, overlap, clip,
+optimizer, partition, reduction), the others taking turns, run with
 
     python -m pytest tests/multi_rank/test_parity_matrix.py -m full -k gloo        # some thousand cases
 """
@@ -25,7 +26,11 @@ from tests.parity_case import CLIPS, WAYS, Case
 
 BACKENDS = ("gloo", "deferred")
 
-# (ranks, ZeRO stage, shard_size); stage 0 cuts nothing, and a shard_size of all ranks is what leaving it out means.
+# (ZeRO stage, shard_size), and in LAYOUTS with a number of ranks before them. Stage 0 cuts nothing, and a shard_size
+# of all ranks is what leaving it out means.
+CUTS = tuple(
+    (zero_stage, shard_size) for zero_stage in (0, 1, 2, 3) for shard_size in (None, 1, 2)[: 3 if zero_stage else 1]
+)
 LAYOUTS = tuple(
     (world_size, zero_stage, shard_size)
     for world_size in (1, 2, 3, 4)
@@ -90,10 +95,27 @@ def full_cases(backend: str) -> Iterator[Case]:
         yield to_case({**next(filter(allowed, merged)), "backend": backend})
 
 
-PAIRS = cover(FACTORS, allowed=allowed)
-PAIR_CASES = [to_case(choice) for choice in PAIRS]
+DEFAULT_FACTORS = {"cut": CUTS, "world_size": (1, 2, 3, 4), **{n: v for n, v in FACTORS.items() if n != "layout"}}
+
+
+def with_layout(choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice with its cut and number of ranks as one layout; of a part of a choice, the layout that fits most."""
+    rest = {name: value for name, value in choice.items() if name not in ("cut", "world_size")}
+    return {"layout": (choice.get("world_size", 4), *choice["cut"]), **rest} if "cut" in choice else rest
+
+
+def allowed_by_cut(choice: dict[str, Any]) -> bool:
+    merged = with_layout(choice)
+    return merged.get("layout", LAYOUTS[0]) in LAYOUTS and allowed(merged)
+
+
+PAIRS = cover(DEFAULT_FACTORS, allowed=allowed_by_cut)
+PAIR_CASES = [to_case(with_layout(choice)) for choice in PAIRS]
+LAYOUT_PAIRS = cover(FACTORS, allowed=allowed)
 OTHER_BACKEND = dict(zip(BACKENDS, reversed(BACKENDS), strict=True))
-SWAPPED_CASES = [replace(case, backend=OTHER_BACKEND[case.backend]) for case in PAIR_CASES]
+LAYOUT_CASES = [to_case(choice) for choice in LAYOUT_PAIRS]
+SWAPPED_CASES = [replace(case, backend=OTHER_BACKEND[case.backend]) for case in LAYOUT_CASES]
+MORE_CASES = [case for case in (*LAYOUT_CASES, *SWAPPED_CASES) if case not in PAIR_CASES]
 
 
 def _id(case: Case) -> str:
@@ -113,7 +135,7 @@ def worlds(request: pytest.FixtureRequest) -> Worlds:
     "case",
     [
         *(pytest.param(case, id=_id(case)) for case in PAIR_CASES),
-        *(pytest.param(case, id=_id(case), marks=pytest.mark.full) for case in SWAPPED_CASES),
+        *(pytest.param(case, id=_id(case), marks=pytest.mark.full) for case in MORE_CASES),
     ],
 )
 def test_equals_one_process(case: Case, worlds: Worlds) -> None:
@@ -137,13 +159,19 @@ def test_whole_product_equals_one_process(zero_stage: int, world_size: int, back
 
 def test_every_pair_of_settings_is_in_the_default_run() -> None:
     """The cover covers: two settings that are right alone and wrong together cannot hide."""
-    assert missing_pairs(PAIRS, FACTORS, allowed=allowed) == []
-    assert {(choice["layout"], choice["way"]) for choice in PAIRS} == set(product(LAYOUTS, WAYS))
+    assert missing_pairs(PAIRS, DEFAULT_FACTORS, allowed=allowed_by_cut) == []
+    assert {(choice["cut"], choice["way"]) for choice in PAIRS} == set(product(CUTS, WAYS))
+    assert {with_layout(choice)["layout"] for choice in PAIRS} == set(LAYOUTS)
+
+
+def test_every_layout_meets_every_way_in_the_full_run() -> None:
+    assert missing_pairs(LAYOUT_PAIRS, FACTORS, allowed=allowed) == []
+    assert {(choice["layout"], choice["way"]) for choice in LAYOUT_PAIRS} == set(product(LAYOUTS, WAYS))
 
 
 def test_cases_have_names_of_their_own() -> None:
     """A failing case can be run alone by its name."""
-    names = [_id(case) for case in (*PAIR_CASES, *SWAPPED_CASES)]
+    names = [_id(case) for case in (*PAIR_CASES, *MORE_CASES)]
     assert len(set(names)) == len(names)
 
 

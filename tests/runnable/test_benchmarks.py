@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import RankFailure, run_environments
+from tests.ranks import RankFailure, run_environments, run_plain
 from tests.runnable.command import ROOT, environment, run_as_main
 
 
@@ -116,29 +116,36 @@ def test_python_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_gpu_step() -> None:
+def test_gpu_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its whole flow on a CPU: peers, stages, compiled and not, parity; and without a device, what is missing."""
-    command = [sys.executable, "-m", "benchmarks.gpu_step", "--size", "tiny", "--steps", "1", "--warmup", "1"]
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "benchmarks.gpu_step"]
+        path = ROOT / "benchmarks" / "gpu_step.py"
+        stdout, _ = run_plain(run_as_main, path, tuple(command[3:]), ROOT, {}, timeout_seconds=120)
+        return subprocess.CompletedProcess(command, 0, stdout, "")
+
+    gpu_step = importlib.import_module("benchmarks.gpu_step")
+    monkeypatch.setattr(gpu_step.subprocess, "run", run)  # forked with torch loaded
     modes = ["plain", "fsdp2", "hybrid3", "hybrid2+compile"]
-    options: dict[str, Any] = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
-    here = ["--device", "cpu", "--modes", ",".join(modes)]
-    done = subprocess.run([*command, *here], timeout=600, check=False, **options)
-    assert done.returncode == 0, done.stderr
-    *rows, checked = json.loads(done.stdout.strip().splitlines()[-1])
+    arguments = ["gpu_step", "--size", "tiny", "--steps", "1", "--warmup", "1"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--device", "cpu", "--modes", ",".join(modes)])
+    gpu_step.main()
+    *rows, checked = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert [row["mode"] for row in rows] == modes
     for row in rows:
         assert row["losses"] == pytest.approx(rows[0]["losses"], abs=0.02), row["mode"]  # in bf16
     assert checked == {"mode": "parity", "max_loss_difference": pytest.approx(0, abs=1e-5), "sanitizer": False}
-    hidden = {**options["env"], "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, timeout=60, check=False, **(options | {"env": hidden}))
-    assert done.returncode == 1
-    assert re.search(r"needs one CUDA device.*--device cpu --size tiny", done.stderr)
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(gpu_step.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"needs one CUDA device.*--device cpu --size tiny"):
+        gpu_step.main()
 
 
 @pytest.mark.slow
-def test_tensor_step() -> None:
+def test_tensor_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All modes train alike; half of what is cut is here; each block communicates as often as it must."""
-    text, rows = bench("tensor_step", "--steps", "1")
+    text, rows = bench_here(monkeypatch, tmp_path, "tensor_step", "--steps", "1")
     assert max(row["max_loss_difference"] for row in rows.values()) < 1e-5
     # Whole: positions 8 × 32, five norms of 2 × 32, two row biases of 32 in each of two blocks.
     whole_bytes = 4 * (8 * 32 + 5 * 2 * 32 + 2 * 2 * 32)
@@ -149,6 +156,15 @@ def test_tensor_step() -> None:
         "2 all_gather backward, 2 reduce_scatter backward, 2 all_gather forward, 2 reduce_scatter forward",
     ]
     assert re.findall(r"([\d.]+) per token", text) == ["12", "256", "12", "256"]
+
+
+@pytest.mark.slow
+def test_own_forward_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A chain and the same model by its own forward train alike, to the bit, and both times are there."""
+    _, rows = bench_here(monkeypatch, tmp_path, "own_forward_step", "--steps", "1")
+    assert list(rows) == ["chain", "own"]
+    assert rows["own"]["max_loss_difference"] == 0
+    assert min(rows["own"]["wall_to_chain"] + rows["own"]["computing_to_chain"]) > 0
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import RankFailure
 from tests.runnable.command import ROOT, environment, hybrid, run_script
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 80
-UNDER_TORCHRUN = "train_gpt"
+LAUNCHED = "train_gpt"  # by `hybrid run` and torchrun, in processes of their own: ten seconds of a processor
 # Alone and under `hybrid run` in tests of their own: test_finetune_example.py, and below.
 RUN_ELSEWHERE = ("finetune_hf", "hf_3d", "resume")
 
@@ -36,6 +37,15 @@ def test_example_is_short_and_says_how_to_run_it(path: Path) -> None:
         assert command in head
 
 
+def test_ranks_that_do_not_fit_the_example_end_in_a_sentence(tmp_path: Path) -> None:
+    """A newcomer starts what the machine has; a traceback through the library would not say what to change."""
+    with pytest.raises(RankFailure, match="SystemExit: 3 ranks are no multiple of --pp 2 x --tp 1: choose others"):
+        run_script(ROOT / "examples" / "train_3d.py", cwd=tmp_path, variables={"WORLD_SIZE": "3"})
+    both = [(ROOT / "examples" / name).read_text(encoding="utf-8") for name in ("train_3d.py", "hf_3d.py")]
+    checks = [re.findall(r"^    if ranks % .*\n.*raise .*", text, flags=re.MULTILINE) for text in both]
+    assert checks[0] == checks[1] != []
+
+
 @pytest.mark.slow
 def test_example_of_a_run_that_can_be_stopped(tmp_path: Path) -> None:
     """The first start, alone, and a later one on more ranks; `hybrid run --resume` tells the script the folder."""
@@ -50,18 +60,21 @@ def test_example_of_a_run_that_can_be_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in RUN_ELSEWHERE], ids=name_of)
-def test_example_runs_alone_and_under_hybrid_run(path: Path, tmp_path: Path) -> None:
-    """One script for one process, our launcher and plain torchrun, which needs to be tried with one of them only."""
+def test_example_runs_alone_and_on_two_ranks(path: Path, tmp_path: Path) -> None:
+    """One script for one process and two ranks; our launcher and plain torchrun need to be tried with one of them."""
     arguments = ["--steps", "12"]
     alone = run_script(path, *arguments, cwd=tmp_path)
     assert alone.stderr == ""
     assert last_loss(alone.stdout) < 4.5  # 5.5 is chance
 
-    launched = hybrid("run", "--nproc", "2", str(path), *arguments, cwd=tmp_path)
-    assert (launched.returncode, launched.stderr) == (0, "")
-    assert last_loss(launched.stdout) < 4.5
-
-    if path.stem == UNDER_TORCHRUN:
+    if path.stem != LAUNCHED:
+        on_two = run_script(path, *arguments, cwd=tmp_path, num_ranks=2)
+        assert on_two.stderr == ""
+        assert last_loss(on_two.stdout) < 4.5
+    else:
+        launched = hybrid("run", "--nproc", "2", str(path), *arguments, cwd=tmp_path)
+        assert (launched.returncode, launched.stderr) == (0, "")
+        assert last_loss(launched.stdout) < 4.5
         torchrun = subprocess.run(
             [
                 sys.executable,

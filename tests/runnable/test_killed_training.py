@@ -1,4 +1,9 @@
-"""Training that is killed and goes on, against training that nobody disturbs: the same weights at the end."""
+"""Training that is killed and goes on, against training that nobody disturbs: the same weights at the end.
+
+On as many ranks in the default run; on half of them with
+
+    python -m pytest tests/runnable/test_killed_training.py -m full -n 0
+"""
 
 from __future__ import annotations
 
@@ -179,9 +184,14 @@ def test_two_kills_change_no_bit(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_run_that_goes_on_with_two_ranks_comes_to_the_same_weights(tmp_path: Path) -> None:
-    """A rank that is killed twice is given up; half the ranks, same samples in each step, within the table."""
+    """A rank that is killed twice is given up; half the ranks, same samples in each step, within the table.
+
+    Ten processes that import torch. In the default run are its parts: that such a rank is given up (test_restart.py),
+    and that a layout loads what another saved (test_checkpoint_layouts.py), sampler and random states with it
+    (test_training_state.py).
+    """
     kills = [Kill(rank=1, after_steps=2 * SAVE_EVERY + 1, seconds=0.02 * number) for number in range(2)]
     train_undisturbed(tmp_path / "undisturbed", num_ranks=1, dropout=0.0, dtype="float64")
     options = ("--max-restarts", "3", "--min-nproc", "2")
