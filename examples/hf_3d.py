@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2 if ranks > 3 else 1, help="ranks that share a layer")
     parser.add_argument("--out", type=pathlib.Path, default="llama_3d", help="folder for the weights")
     options = parser.parse_args()
+    if ranks % (options.pp * options.tp):
+        raise SystemExit(f"{ranks} ranks are no multiple of --pp {options.pp} x --tp {options.tp}: choose others")
     strategy = hybrid.DistributedStrategy(sharding=True, sharding_configs={"stage": 2}, gradient_clipping=1.0)
     strategy.tensor_parallel, strategy.tensor_parallel_configs = True, {"degree": options.tp}
     strategy.accumulate_steps = 4  # micro-batches
@@ -53,9 +55,8 @@ def main() -> None:
     text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     windows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH).long()
     train, held_out = windows[:-HELD_OUT], windows[-HELD_OUT:]
-    own = options.batch // hybrid.get_mesh().degree("dp_shard")
+    own, rank = options.batch // hybrid.get_mesh().degree("dp_shard"), hybrid.get_mesh().rank
     sampler = hybrid.DistributedBatchSampler(train, own, shuffle=True, drop_last=True)
-    rank = hybrid.get_mesh().rank
     for step, x in enumerate(DataLoader(train, batch_sampler=sampler), start=1):
         result = model.train_batch({"input_ids": x, "labels": x}, optimizer)  # calls model(**batch), takes its .loss
         if rank == 0 and (step % 10 == 0 or step == options.steps):

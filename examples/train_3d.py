@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=2 if ranks > 1 else 1, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=2 if ranks > 3 else 1, help="ranks that share a layer")
     options = parser.parse_args()
+    if ranks % (options.pp * options.tp):
+        raise SystemExit(f"{ranks} ranks are no multiple of --pp {options.pp} x --tp {options.tp}: choose others")
     strategy = hybrid.DistributedStrategy(sharding=True, sharding_configs={"stage": 2})
     strategy.tensor_parallel, strategy.tensor_parallel_configs = True, {"degree": options.tp}
     strategy.accumulate_steps = 4  # micro-batches

@@ -151,7 +151,10 @@ def describe_failure(run: RunFailure) -> str:
         lines += [f"rank {first} {_end_of(run.exit_code(first), run.statuses.get(first))}"]
     else:
         verb = "was the first to miss another rank" if run.followed(first) else "failed first"
-        lines += [f"rank {first} {verb}:", "", failure.traceback.rstrip()]
+        # As Python does it: who leaves with a sentence has said what there is to say.
+        is_said = failure.kind == "SystemExit" and not failure.message.lstrip("-").isdigit()
+        said = f"SystemExit: {failure.message}" if is_said else failure.traceback.rstrip()
+        lines += [f"rank {first} {verb}:", "", said]
     if early:
         lines += ["", _early_words(early)]
     return "\n".join(lines)

@@ -34,6 +34,7 @@ from hybrid.strategy.sections import (
 from hybrid.strategy.settings import Settings
 from hybrid.strategy.summary import summary
 from hybrid.strategy.values import Boolean, Count, Positive, one_of, whole
+from hybrid.strategy.words import other_tool
 
 __all__ = ["DistributedStrategy"]
 
@@ -191,6 +192,11 @@ class DistributedStrategy(Settings):
             problems = loaded.assign(settings) if isinstance(settings, Mapping) else cls.from_dict(settings).problems()
             if problems and world_size is not None:
                 problems = [*problems, *(p for p in loaded.problems(world_size) if p not in problems)]
+            if problems and isinstance(settings, Mapping) and (tool := other_tool(settings)) is not None:
+                hint = (
+                    f"this seems to be a file of {tool}: `hybrid import {source}` writes the strategy that it becomes"
+                )
+                problems = [hint, *problems]
         except StrategyError as error:
             problems = list(error.problems)
         if problems:

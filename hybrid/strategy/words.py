@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Protocol
 
 from hybrid.strategy.values import closest
 
-__all__ = ["unknown_key"]
+__all__ = ["other_tool", "unknown_key"]
 
 # Words of other frameworks -> where the setting is here. Not aliases: their rules differ, so a person decides.
 _ELSEWHERE = {
@@ -27,7 +27,6 @@ _ELSEWHERE = {
     "max_grad_norm": "gradient_clipping",
     "clip_grad": "gradient_clipping",
     "max_norm": "gradient_clipping",
-    "zero_hpz_partition_size": "sharding_configs.shard_size",
     "tensor_model_parallel_size": "tensor_parallel_configs.degree",
     "tp_size": "tensor_parallel_configs.degree",
     "pipeline_model_parallel_size": "pipeline_configs.degree",
@@ -37,6 +36,23 @@ _ELSEWHERE = {
     "timeout": "timeout_seconds",
     "save_to_prototxt": "save",
     "load_from_prototxt": "load",
+}
+# Words of what is not available -> what to do instead.
+_NOWHERE = {
+    "zero_hpz_partition_size": "a second copy of the parameters per node is not available; leave it out (the same "
+    "numbers, gathered over all ranks), or set sharding_configs.shard_size to it (then all state is kept once per so "
+    "many ranks)",
+}
+# Tool -> what stands at the top of its files.
+_FILES = {
+    "DeepSpeed": {
+        *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        *("fp16", "bf16", "optimizer", "scheduler"),
+    },
+    "Accelerate": {
+        *("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "megatron_lm_config"),
+        *("num_machines", "num_processes"),
+    },
 }
 
 
@@ -62,6 +78,8 @@ def unknown_key(key: str, here: type[Keyed], everywhere: Iterable[type[Keyed]]) 
     homes = [kind.path_of(key) for kind in others if key in kind.all_keys()]
     if homes:
         return f"{path}: there is no setting {key!r} here; it belongs at {' or '.join(homes)}"
+    if key in _NOWHERE:
+        return f"{path}: {_NOWHERE[key]}"
     if key in _ELSEWHERE:
         return f"{path}: unknown setting; here it is called {_ELSEWHERE[key]}"
     guess = closest(key, here.all_keys())
@@ -72,3 +90,12 @@ def unknown_key(key: str, here: type[Keyed], everywhere: Iterable[type[Keyed]]) 
         if guess is not None:
             return f"{path}: unknown setting; did you mean {kind.path_of(guess)!r}?"
     return f"{path}: unknown setting; known here: {', '.join(here.own_keys() or here.all_keys())}"
+
+
+def other_tool(settings: Mapping[object, object]) -> str | None:
+    """The tool whose file this seems to be: it has a section of that tool, or two of its keys."""
+    for tool, keys in _FILES.items():
+        found = [value for key, value in settings.items() if key in keys]
+        if len(found) > 1 or any(isinstance(value, Mapping) for value in found):
+            return tool
+    return None

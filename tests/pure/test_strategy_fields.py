@@ -197,6 +197,7 @@ def test_auto_is_taken_only_where_it_means_something_and_all_are_listed() -> Non
         ({"bucket_byte": 2}, ["did you mean 'sharding_configs.bucket_bytes'"]),
         ({"zero_stage": 2}, ["here it is called sharding_configs.stage"]),
         ({"gradient_accumulation_steps": 2}, ["here it is called accumulate_steps"]),
+        ({"zero_hpz_partition_size": 8}, ["a second copy of the parameters per node is not available; leave it out"]),
         ({"recompute_configs": {"zzz": 2}}, ["known here: units, policy, preserve_rng"]),
     ],
 )

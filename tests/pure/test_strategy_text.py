@@ -51,6 +51,8 @@ def test_files_come_back_as_they_were(tmp_path: Path, name: str) -> None:
         ("a.yaml", "- sharding\n", ["a dict of settings", "list"]),
         ("a.toml", "seed = 1", ["a.toml", ".yaml"]),
         ("a.yaml", "sharding_configs: {stge: 1}\n", ["a.yaml", "sharding_configs.stge", "'stage'"]),
+        ("ds.json", '{"bf16": {"enabled": true}}', ["a file of DeepSpeed: `hybrid import", "ds.json` writes"]),
+        ("a.yaml", "distributed_type: FSDP\nnum_processes: 8\n", ["a file of Accelerate: `hybrid import"]),
     ],
 )
 def test_bad_files_are_refused_with_their_name(tmp_path: Path, name: str, text: str, words: list[str]) -> None:
