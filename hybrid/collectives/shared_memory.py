@@ -79,15 +79,11 @@ class Introduction(NamedTuple):
     token: bytes
 
 
-class _Mapping:
-    """A file in memory as bytes and as a tensor."""
-
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.raw = mmap.mmap(descriptor, num_bytes)
-        self.bytes = torch.frombuffer(self.raw, dtype=torch.uint8)
-
-    def elements(self, start: int, *, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.bytes[start : start + num_elements * dtype.itemsize].view(dtype)
+def _elements(memory: mmap.mmap, start: int, *, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A range as a tensor, of no more than these bytes: whoever counts live tensors does not count the addresses."""
+    if num_elements == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_elements * dtype.itemsize, offset=start).view(dtype)
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -115,15 +111,15 @@ class Arena:
         descriptor = os.memfd_create("hybrid", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, self._num_bytes)
-            self._mapping = _Mapping(descriptor, self._num_bytes)
+            self._memory = mmap.mmap(descriptor, self._num_bytes)
         except BaseException:
             os.close(descriptor)
             raise
         weakref.finalize(self, os.close, descriptor).atexit = False
         self.descriptor = descriptor
-        self._address = self._mapping.bytes.data_ptr()
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._mapping.raw[:_TOKEN_BYTES] = self._token
+        self._memory[:_TOKEN_BYTES] = self._token
         self._lent: list[_Lent] = []  # by start
         self._lock = threading.RLock()
         self._used = self._recent = self._before = _ALIGNMENT_BYTES
@@ -144,7 +140,7 @@ class Arena:
         with self._lock:
             lent = self._find_room(_rounded(marks) + _rounded(num_bytes), b"\1" * marks)
             lent.held = True
-        memory = (ctypes.c_char * num_bytes).from_buffer(self._mapping.raw, lent.start + _rounded(marks))
+        memory = (ctypes.c_char * num_bytes).from_buffer(self._memory, lent.start + _rounded(marks))
         weakref.finalize(memory, lent.let_go).atexit = False
         return torch.frombuffer(memory, dtype=dtype)
 
@@ -170,11 +166,11 @@ class Arena:
                 return place
             lent = self._find_room(_rounded(marks) + _rounded(part.nbytes), bytes(unread))
         start = lent.start + _rounded(marks)
-        self._mapping.elements(start, num_elements=part.numel(), dtype=part.dtype).copy_(part)
+        _elements(self._memory, start, num_elements=part.numel(), dtype=part.dtype).copy_(part)
         return Place(lent.start, start)
 
     def _in_place(self, part: torch.Tensor, readers: Sequence[int], marks: int) -> Place | None:
-        offset, raw = part.data_ptr() - self._address, self._mapping.raw
+        offset, raw = part.data_ptr() - self._address, self._memory
         lent = next((one for one in self._lent if one.held and one.start <= offset < one.end), None)
         # One mark cannot stand for two messages.
         if lent is None or lent.marks != marks or any(raw[lent.start + reader] == 0 for reader in readers):
@@ -198,7 +194,7 @@ class Arena:
                 f"{sum(lent.end - lent.start for lent in self._lent)} of {self._num_bytes} bytes; wait for the handles "
                 f"of earlier collectives, or set {OFF_VARIABLE}=0"
             )
-        self._mapping.raw[start : start + len(marks)] = marks
+        self._memory[start : start + len(marks)] = marks
         found = _Lent(start, start + num_bytes, len(marks))
         self._lent.insert(index, found)
         self._used, self._recent = max(self._used, found.end), max(self._recent, found.end)
@@ -208,7 +204,7 @@ class Arena:
         return found
 
     def _free(self) -> None:
-        raw = self._mapping.raw
+        raw = self._memory
         self._lent = [
             lent for lent in self._lent if lent.held or raw[lent.start : lent.start + lent.marks] != b"\1" * lent.marks
         ]
@@ -219,7 +215,7 @@ class Arena:
         page = mmap.PAGESIZE
         begin, end = -(-max(self._recent, self._before, top) // page) * page, -(-self._used // page) * page
         if begin < end and hasattr(mmap, "MADV_REMOVE"):
-            self._mapping.raw.madvise(mmap.MADV_REMOVE, begin, end - begin)
+            self._memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
         self._used, self._before, self._recent = max(self._recent, self._before, top), self._recent, top
 
     @property
@@ -247,19 +243,19 @@ class Neighbour:
         try:
             if os.fstat(descriptor).st_size != introduced.num_bytes:
                 raise OSError(f"{path} has another size")
-            self._mapping = _Mapping(descriptor, introduced.num_bytes)
+            self._memory = mmap.mmap(descriptor, introduced.num_bytes)
         finally:
             os.close(descriptor)
-        if self._mapping.raw[:_TOKEN_BYTES] != introduced.token:
+        if self._memory[:_TOKEN_BYTES] != introduced.token:
             raise OSError(f"{path} is another arena")
 
     def read(self, place: Place, *, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """What lies there: to be read only, and only until `has_read`."""
-        return self._mapping.elements(place.start, num_elements=num_elements, dtype=dtype)
+        return _elements(self._memory, place.start, num_elements=num_elements, dtype=dtype)
 
     def has_read(self, place: Place, *, reader: int) -> None:
         """The reader (index in the group) will not look there again."""
-        self._mapping.raw[place.marks + reader] = 1
+        self._memory[place.marks + reader] = 1
 
 
 def _rounded(num_bytes: int) -> int:

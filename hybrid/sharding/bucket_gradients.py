@@ -28,6 +28,7 @@ _NEAR_ELEMENTS = 2**12  # to set these to zero takes no longer than one more cal
 class BucketGradients(ABC):
     """What `Bucket` does with gradients; it has the rest of what is named here."""
 
+    index: int
     key: BucketKey
     partition: BucketPartition
     parameters: tuple[torch.nn.Parameter, ...]
@@ -57,8 +58,7 @@ class BucketGradients(ABC):
         if self.partition.num_shards > 1:
             self._owns = ReusedBuffer(self.high - self.low, dtype=self.key.grad_dtype, device=device)
 
-        self.shared_with: ops.Group | None = None
-        """The ranks that read whole gradients where they lie, if there are any."""
+        self._readers: ops.Group | None = None  # who has read whole gradients, and will read the next where they lie
         self.local: torch.Tensor | None = None
         self.filled = [False] * len(self.parameters)
         self.raw: torch.Tensor | None = None
@@ -126,11 +126,18 @@ class BucketGradients(ABC):
         return buffer
 
     def _new_whole(self) -> torch.Tensor:
-        if self.shared_with is not None:
-            shared = ops.shared_buffer(self.partition.num_elements, self.key.grad_dtype, group=self.shared_with)
+        if self._readers is not None:
+            shared = ops.shared_buffer(self.partition.num_elements, self.key.grad_dtype, group=self._readers)
             if shared is not None:
                 return shared
         return self._wholes.open()
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, group: ops.Group, out: torch.Tensor | None) -> ops.Handle:
+        """Sum a whole buffer, which nobody writes to again, over the shards."""
+        self._readers = group
+        return ops.reduce_scatter(
+            buffer, bounds=self.partition.bounds, group=group, out=out, given_up=True, tag=self.index
+        )
 
     def give_up(self, buffer: torch.Tensor) -> None:
         """Nobody will read this gradient buffer of the bucket again."""

@@ -77,9 +77,6 @@ class Reducer:
     ) -> None:
         self.buckets = tuple(buckets)
         self._groups = tuple(groups)
-        for bucket, (group, _) in zip(self.buckets, self._groups, strict=True):
-            if bucket.partition.num_shards > 1:
-                bucket.shared_with = group
         self._max_in_flight = max_in_flight if overlap else 0
         self._peers = peers
         self._alone = True
@@ -329,10 +326,8 @@ class Reducer:
                 summed = None
                 handle = ops.all_reduce(buffer, group=group, tag=bucket.index)
             else:
-                summed, bounds = bucket.new_accumulator(buffer.dtype), bucket.partition.bounds
-                handle = ops.reduce_scatter(
-                    buffer, bounds=bounds, group=group, out=summed, given_up=True, tag=bucket.index
-                )
+                summed = bucket.new_accumulator(buffer.dtype)
+                handle = bucket.reduce_scatter(buffer, group=group, out=summed)
         self._in_flight.append((bucket, buffer, summed, handle))
         self._next += 1
         if self._max_in_flight == 0:
