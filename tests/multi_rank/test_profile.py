@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import hybrid
 from hybrid.collectives import ranges
+from hybrid.collectives.shared_memory import OFF_VARIABLE
 from hybrid.profile.profile import Profile
 from hybrid.profile.step_profiler import StepProfiler
 from tests.ranks import run_ranks
@@ -51,6 +53,11 @@ def trained(
     return losses
 
 
+def trained_over_gloo(*args: Any, **strategy: Any) -> Any:
+    os.environ[OFF_VARIABLE] = "0"
+    return trained(*args, **strategy)
+
+
 def profiled(directory: Path) -> Profile:
     return Profile.from_dict(json.loads((directory / "profile.json").read_text()))
 
@@ -62,7 +69,7 @@ def names_in(trace: Path) -> set[str]:
 def test_a_run_bound_by_communication_is_told_to_send_less_often(tmp_path: Path) -> None:
     """The advice is what a profile is for: 32 MiB of gradients for two samples must name the axis and accumulation."""
     stage = {"sharding": True, "sharding_configs": {"stage": 2}}
-    run_ranks(trained, 2, (2048, 2048, 2048), 2, tmp_path, **stage)
+    run_ranks(trained_over_gloo, 2, (2048, 2048, 2048), 2, tmp_path, **stage)
     profile = profiled(tmp_path)
     about_axis = [advice for advice in profile.advice if advice.axis == "dp_shard"]
     assert about_axis, profile.advice
