@@ -88,14 +88,11 @@ class _Watch:
     @torch.no_grad()
     def _check(self, output: Any) -> None:
         """Until there was something to see: a product begins at zero."""
-        ran = self._base is not None and 0 < len(self._products) == self._num_narrow
-        if not ran and self._base is not None and not self._products and not self._num_narrow:
-            ran = isinstance(output, torch.Tensor) and torch.equal(output, self._base)  # switched off
-            if ran:
-                return
-        if not ran or not isinstance(output, torch.Tensor):
+        ran = isinstance(output, torch.Tensor) and len(self._products) == self._num_narrow
+        if self._base is not None and ran and not self._products and torch.equal(output, self._base):
+            return  # switched off
+        if self._base is None or not ran or not self._products:
             raise self._refusal("reads the weights of its layers, or calls some of them only")
-        assert self._base is not None
         difference = (output - self._base).double().flatten()
         products = torch.stack([one.double().flatten() for one in self._products], dim=1)
         if products.shape[0] != difference.shape[0]:
