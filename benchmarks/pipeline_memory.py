@@ -12,7 +12,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from hybrid.collectives.shared_memory import arena
 
 __all__ = ["Kept", "kept_by", "peak_of_last_step"]
 
@@ -27,9 +30,12 @@ def peak_of_last_step(prepare: Callable[[], object], step: Callable[[], object])
     """Most bytes alive during `step`, of all that was allocated since before `prepare`.
 
     Both run under the profiler, so nothing that lives during the step escapes. Buffers outside of torch (gloo's) do.
-    Once per process, which is to leave by `os._exit`.
+    Gradients in memory that ranks share are added, as they are when the update begins: they live through most of the
+    step. Once per process, which is to leave by `os._exit`.
     """
     gc.collect()
+    shared: list[int] = [0]
+    register_optimizer_step_pre_hook(lambda *_: shared.append(arena().lent_bytes))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         prepare()
         gc.collect()
@@ -47,7 +53,7 @@ def peak_of_last_step(prepare: Callable[[], object], step: Callable[[], object])
         before, alive = alive, alive + num_bytes
         if begin <= when <= end:
             most = max(most, before, alive)
-    return most
+    return most + max(shared)
 
 
 class Holder:

@@ -18,7 +18,19 @@ from torch.nn import functional
 
 from hybrid import shims
 
-__all__ = ["Leaves", "Sink", "embedding", "has_sink", "offer", "product", "sink_for", "write_product"]
+__all__ = [
+    "Leaves",
+    "Sink",
+    "embedding",
+    "has_sink",
+    "keeps_what_it_saves",
+    "note_passing_memory",
+    "offer",
+    "product",
+    "sink_for",
+    "stays",
+    "write_product",
+]
 
 
 class Sink(Protocol):
@@ -27,8 +39,13 @@ class Sink(Protocol):
     def is_open(self, dtype: torch.dtype) -> bool:
         """In backward, without a graph: whether an addend of this dtype may come here instead of through autograd."""
 
-    def add_product(self, left: torch.Tensor, right: torch.Tensor, *, rows: tuple[int, int] | None = None) -> None:
-        """Add left @ right, of the parameter's shape, or of that of its rows from `rows[0]` to before `rows[1]`."""
+    def add_product(
+        self, left: torch.Tensor, right: torch.Tensor, *, rows: tuple[int, int] | None = None, may_wait: bool = False
+    ) -> None:
+        """Add left @ right, of the parameter's shape, or of that of its rows from `rows[0]` to before `rows[1]`.
+
+        With `may_wait` it may be computed after this backward, for which both are kept (`later_products`).
+        """
 
     def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Add each of `rows` (n, width) to the row of the parameter that `indices` (n,) names."""
@@ -78,13 +95,45 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def write_product(
-    sink: Sink | None, left: torch.Tensor, right: torch.Tensor, *, rows: tuple[int, int] | None = None
+    sink: Sink | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    rows: tuple[int, int] | None = None,
+    may_wait: bool = False,
 ) -> torch.Tensor | None:
-    """In backward: left @ right, or None if the sink took it. `rows`: of the parameter, if not all of them."""
+    """In backward: left @ right, or None if the sink took it.
+
+    Args:
+        rows: of the parameter, if not all of them.
+        may_wait: the product hides no message, and what it needs was kept since forward (`keeps_what_it_saves`).
+    """
     if sink is not None and not torch.is_grad_enabled() and sink.is_open(left.dtype):
-        sink.add_product(left, right, rows=rows)
+        sink.add_product(left, right, rows=rows, may_wait=may_wait)
         return None
     return left @ right
+
+
+def keeps_what_it_saves() -> bool:
+    """In forward: whether backward finds what is saved now in memory that has been held all the time.
+
+    Not if it is computed again or fetched from elsewhere: to hold it longer would cost what that saves.
+    """
+    return not (shims.saves_through_hooks() or shims.in_backward())
+
+
+# The number of memory that is freed and filled again while tensors lie in it -> who does that.
+_passing: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def note_passing_memory(buffer: torch.Tensor, owner: object) -> None:
+    """`owner` frees the memory of `buffer` and fills it again, as long as it lives: gathered parameters."""
+    _passing[shims.memory_of(buffer)] = owner
+
+
+def stays(tensor: torch.Tensor) -> bool:
+    """Whether its values are there as long as it is: what is put off may keep it."""
+    return shims.memory_of(tensor) not in _passing
 
 
 # ---------------------------------------------------------------- linear layers
@@ -146,6 +195,7 @@ class _Product(torch.autograd.Function):
         is_transposed: bool,
     ) -> torch.Tensor:
         ctx.kept, ctx.sink, ctx.leaves, ctx.is_transposed = kept, sink, leaves, is_transposed
+        ctx.may_wait = sink is not None and keeps_what_it_saves()
         if kept is None:  # nobody needs the weight in backward
             ctx.save_for_backward(rows)
         # The same memory under another name: the parameter itself may be marked as absent when backward comes.
@@ -168,7 +218,7 @@ class _Product(torch.autograd.Function):
             elif ctx.needs_input_grad[1]:
                 rows = rows.conj()
                 factors = (rows.t(), gradient) if ctx.is_transposed else (gradient.t(), rows)
-                of_weight = write_product(ctx.sink, *factors)
+                of_weight = write_product(ctx.sink, *factors, may_wait=ctx.may_wait)
             if ctx.needs_input_grad[2]:
                 of_bias = gradient.sum(0)
         return of_rows, of_weight, of_bias, None, None, None, None

@@ -45,11 +45,14 @@ __all__ = [
     "is_new_result",
     "is_persistent",
     "is_sole_user_of_memory",
+    "is_view",
+    "keeps_graph",
     "memory_of",
     "own_parts",
     "plain_tensors",
     "quiet_fakes",
     "returns_view",
+    "saves_through_hooks",
     "state_dict_hooks",
     "unrecorded",
     "users_of_memory",
@@ -170,8 +173,9 @@ own_parts: Callable[[torch.nn.Module], tuple[dict[str, Any], dict[str, Any]]] = 
 # torch 2.13: there is no public way to ask a tensor for its hooks.
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether somebody else than the reducer, which has one, watches this parameter's gradient."""
-    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(parameter._backward_hooks) or (after is not None and len(after) > 1)
+    with torch._C.DisableTorchFunctionSubclass():  # one whose values are elsewhere would have them brought
+        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        return bool(parameter._backward_hooks) or (after is not None and len(after) > 1)
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
@@ -243,9 +247,24 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
         return False
 
 
+def saves_through_hooks() -> bool:
+    """Whether what autograd saves now goes through hooks, as under recompute. torch 2.13: no public way to ask."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def in_forward_mode() -> bool:
     """Whether derivatives are being computed in forward mode. torch 2.13 has no public way to ask."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def keeps_graph() -> bool:
+    """Inside a backward pass: whether another one may go the same way (retain_graph). torch 2.13: no public name."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor of which this one is a view. torch 2.13: no public name."""
+    return bool(tensor._is_view())
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -121,7 +121,8 @@ _LIBRARY.define("reduce_scatter(Tensor tensor, Tensor? bias, int group, int dim,
 @torch.library.impl(_LIBRARY, "all_reduce", "CompositeExplicitAutograd")
 def _all_reduce(tensor: torch.Tensor, bias: torch.Tensor | None, group: int, op: str) -> torch.Tensor:
     """The bias is added in place: in memory of its own, the sum would be written and read once more."""
-    result = start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group=_groups[group], op=op)()
+    result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    ops.all_reduce(tensor.contiguous().view(-1), group=_groups[group], op=op, out=result.view(-1)).wait()
     return result if bias is None else result.add_(bias)
 
 

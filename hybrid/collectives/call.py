@@ -38,7 +38,7 @@ class Call:
     source: int = -1
     """Group index of the sender of a broadcast."""
     out: torch.Tensor | None = None
-    """Where a reduce_scatter puts the sum of the own range; None: into the buffer."""
+    """Where a reduce_scatter puts the sum of the own range, an all_reduce that of all; None: into the buffer."""
     given_up: bool = False
     """The caller writes to no other rank's range of the buffer again, not even after `wait`."""
     tag: int = 0

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from hybrid.collectives.call import Call, first_sentence
 from hybrid.collectives.channel import channel_of, receive, send
+from hybrid.collectives.group import Group
 from hybrid.collectives.header import Header
 from hybrid.collectives.ordered_sum import combine
 from hybrid.collectives.scratch import INLINE_BYTES, SCRATCH, Slot
@@ -90,7 +91,9 @@ class Exchange:
         self._process_group = call.group.process_group
         self._peers = self._find_peers()
         self._bounds = call.bounds or even_bounds(call.num_elements, call.group.size)
-        self._whole = call.op == "broadcast" or (call.op == "all_reduce" and self._is_one_round())
+        self._whole = call.op == "broadcast" or (
+            call.op == "all_reduce" and self.takes_one_round(call.num_bytes, call.group)
+        )
         self._two_rounds = call.op == "all_reduce" and not self._whole
         self._inline = self._largest_message_elements() * call.dtype.itemsize <= INLINE_BYTES
         self._header = Header.of(call)
@@ -117,9 +120,11 @@ class Exchange:
             return (self._call.source,)
         return self._group.peers
 
-    def _is_one_round(self) -> bool:
-        two_rounds_bytes = _TWO_ROUNDS_BYTES * (_TWO_ROUNDS_FACTOR_OF_TWO if self._group.size == 2 else 1)
-        return self._call.num_bytes < two_rounds_bytes
+    @classmethod
+    def takes_one_round(cls, num_bytes: int, group: Group) -> bool:
+        """Whether every rank of an all-reduce sends all it has."""
+        two_rounds_bytes = _TWO_ROUNDS_BYTES * (_TWO_ROUNDS_FACTOR_OF_TWO if group.size == 2 else 1)
+        return num_bytes < two_rounds_bytes
 
     def _largest_message_elements(self) -> int:
         if self._whole:

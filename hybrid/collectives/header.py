@@ -28,6 +28,13 @@ _DTYPES = (
     torch.complex128,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
 )
 _FIRST_DATA_TAG = 2
 _NUM_TAGS = 2**31 - 16 - _FIRST_DATA_TAG  # the last ones are those of `point_to_point`

@@ -67,15 +67,30 @@ def all_reduce(
     *,
     group: Group,
     op: str = "sum",
+    out: torch.Tensor | None = None,
     async_op: bool = True,
     tag: int = 0,
     control: bool = False,
 ) -> Handle:
-    """`buffer` becomes the sum (op "max", "min": the maximum, minimum) over the group, in place."""
+    """`buffer` becomes the sum (op "max", "min": the maximum, minimum) over the group, in place.
+
+    With `out`, of as many elements, the sum goes there, and `buffer` stays as it is.
+    """
     assert op in ("sum", "max", "min"), op
+    assert out is None or (out.dtype, out.numel()) == (buffer.dtype, buffer.numel()), out
+    if out is not None and not (get_interposer() is None and SharedExchange.only_reads(buffer, group)):
+        buffer, out = out.copy_(buffer), None
     if group.size == 1:
         return Handle(None, None)
-    call = Call(op="all_reduce", group=group, buffer=_flat(buffer), reduction=op, tag=tag, control=control)
+    call = Call(
+        op="all_reduce",
+        group=group,
+        buffer=_flat(buffer),
+        reduction=op,
+        out=None if out is None else _flat(out),
+        tag=tag,
+        control=control,
+    )
     return _launch(call, async_op=async_op)
 
 

@@ -324,7 +324,7 @@ class Stream:
 
     def _take(self, place: Place, into: torch.Tensor) -> None:
         near, group = self._group.near[self._peer], self._group
-        into.copy_(near.read(place, num_elements=into.numel(), dtype=into.dtype))
+        near.copy(place, into)
         near.has_read(place, reader=group.rank)
 
     def _launch(self, what: str, start: Callable[[], dist.Work]) -> dist.Work:

@@ -24,8 +24,9 @@ import torch
 from hybrid.collectives.call import Call
 from hybrid.collectives.channel import receive, send
 from hybrid.collectives.exchange import Exchange
+from hybrid.collectives.group import Group
 from hybrid.collectives.ordered_sum import combine
-from hybrid.collectives.shared_memory import NOWHERE, Place, arena
+from hybrid.collectives.shared_memory import NOWHERE, PIECE_BYTES, Place, arena, piece_elements
 
 __all__ = ["SharedExchange"]
 
@@ -40,9 +41,15 @@ class SharedExchange(Exchange):
         self._notices: dict[int, torch.Tensor] = {}
         super().__init__(call)
 
-    def _is_one_round(self) -> bool:
-        # Two ranks copy as many bytes in one round as in two.
-        return self._group.size == 2 or super()._is_one_round()
+    @classmethod
+    def takes_one_round(cls, num_bytes: int, group: Group) -> bool:
+        """See `Exchange`. Two ranks copy as many bytes in one round as in two."""
+        return group.size == 2 or super().takes_one_round(num_bytes, group)
+
+    @classmethod
+    def only_reads(cls, buffer: torch.Tensor, group: Group) -> bool:
+        """Whether an all-reduce goes this way, and its sum may go elsewhere while the buffer stays as it is."""
+        return bool(group.near) and cls.takes_one_round(buffer.nbytes, group)
 
     # -- launch ---------------------------------------------------------------------------------------------
 
@@ -72,14 +79,23 @@ class SharedExchange(Exchange):
 
     def _take_data(self) -> None:
         if self._call.reduction and self._own().numel():
-            pieces = {peer: self._read(peer, place, self._own()) for peer, place in self._places.items()}
-            rank, reduction = self._group.rank, self._call.reduction
-            combine(self._own(), pieces, rank=rank, reduction=reduction, out=self._target())
+            self._add_pieces()
             self._mark_as_read(self._places)
         elif not self._call.reduction:
             self._copy_shards(self._places)
         if self._two_rounds:
             self._exchange_sums()
+
+    def _add_pieces(self) -> None:
+        near, rank, reduction, dtype = self._group.near, self._group.rank, self._call.reduction, self._call.dtype
+        size = piece_elements(dtype)
+        targets = self._target().split(size)
+        for number, (own, target) in enumerate(zip(self._own().split(size), targets, strict=True)):
+            places = {peer: place.after(number * PIECE_BYTES) for peer, place in self._places.items()}
+            others = {p: near[p].read(place, num_elements=own.numel(), dtype=dtype) for p, place in places.items()}
+            combine(own, others, rank=rank, reduction=reduction, out=target)
+            for peer, place in places.items():
+                near[peer].leave(place, own.nbytes)
 
     def _exchange_sums(self) -> None:
         notice = torch.tensor(self._lend(self._own(), self._peers))
@@ -91,12 +107,8 @@ class SharedExchange(Exchange):
     def _copy_shards(self, places: Mapping[int, Place]) -> None:
         for peer, place in places.items():
             if place != NOWHERE:
-                shard = self._shard(peer)
-                shard.copy_(self._read(peer, place, shard))
+                self._group.near[peer].copy(place, self._shard(peer))
         self._mark_as_read(places)
-
-    def _read(self, peer: int, place: Place, like: torch.Tensor) -> torch.Tensor:
-        return self._group.near[peer].read(place, num_elements=like.numel(), dtype=self._call.dtype)
 
     def _mark_as_read(self, places: Mapping[int, Place]) -> None:
         for peer, place in places.items():

@@ -22,14 +22,21 @@ from hybrid.strategy.resolved import GradientClipping
 
 __all__ = ["agree", "clip", "clip_by_norm", "clip_by_value"]
 
-_BLOCK_ELEMENTS = 1 << 18
+# Whose fp64 copies stay in the cache of a CPU; elsewhere few calls count for more.
+_BLOCK_ELEMENTS_CPU = 1 << 16
+_BLOCK_ELEMENTS = 1 << 22
 
 # As torch.nn.utils.clip_grad_norm_: the divisor that keeps a zero gradient from dividing by zero.
 _CLIP_EPSILON = 1e-6
 
 
 def agree(
-    engine: ShardingEngine, *, world: ops.Group, norm_type: float | None, rates: tuple[str, ...] = ()
+    engine: ShardingEngine,
+    *,
+    world: ops.Group,
+    norm_type: float | None,
+    rates: tuple[str, ...] = (),
+    applies_scale: bool = False,
 ) -> torch.Tensor | None:
     """Agree over the world on which parameters have a gradient and, if `norm_type` is given, on the norm.
 
@@ -38,6 +45,7 @@ def agree(
         world: the group of all ranks.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value; None: no norm wanted.
         rates: of the optimizer that is about to step, by group.
+        applies_scale: the gradients' pending factors are not going to change: multiply on the way.
 
     Returns:
         The norm as a 0-d fp64 tensor, equal on all ranks, or None.
@@ -61,7 +69,7 @@ def agree(
     message = torch.tensor(parts, dtype=torch.float64, device=device)
     if power is None:
         assert norm_type is not None
-        message[0] = _power_sum(engine, norm_type)
+        message[0] = _power_sum(engine, norm_type, applies_scale=applies_scale)
     ops.all_reduce(message, group=world, control=True).wait()
     numbers = message.tolist()
     if abs(numbers[1] ** 2 - world.size * numbers[2]) > 1e-9 * numbers[2]:
@@ -126,16 +134,22 @@ def clip_by_value(engine: ShardingEngine, *, clip_value: float) -> None:
             bucket.settled.clamp_(-clip_value, clip_value)
 
 
-def _power_sum(engine: ShardingEngine, norm_type: float) -> torch.Tensor:
+def _power_sum(engine: ShardingEngine, norm_type: float, *, applies_scale: bool) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for bucket in engine.buckets:
         if bucket.settled is None or not bucket.counts:
             continue
         part = torch.zeros((), dtype=torch.float64, device=engine.device)
-        for block in bucket.settled.split(_BLOCK_ELEMENTS):
+        factor = bucket.scale_for(bucket.settled) if applies_scale and bucket.has_pending_scale() else None
+        size = _BLOCK_ELEMENTS_CPU if bucket.settled.device.type == "cpu" else _BLOCK_ELEMENTS
+        for block in bucket.settled.split(size):
+            if factor is not None:  # here, where the block is in the cache
+                block.mul_(factor)
             wide = (block.abs() if block.is_complex() else block).double()
             power = torch.dot(wide, wide) if norm_type == 2.0 else wide.abs_().pow_(norm_type).sum()
             part += power.to(part.device)
+        if factor is not None:
+            bucket.scale = 1.0
         total += part * _magnitude(bucket) ** norm_type
     return total
 

@@ -130,6 +130,8 @@ def distributed_model(
         world_fqns=stages.whole.trainable if stages is not None else None,
         device=mesh.device,
         peers=lambda: [runtime.engine.reducer for runtime in context.runtimes()],
+        # With several backwards per step gradients lie beside activations anyway: to keep their pages costs nothing.
+        neighbours=mesh.world if stages is not None or resolved.accumulate_steps > 1 else None,
     )
     if meta:
         order = init or "replay"

@@ -57,6 +57,13 @@ def train_pipeline(
         totals[5] += float(not loss_sum.requires_grad)
         return loss_sum if scaler is None else scaler.scale(loss_sum)
 
+    def sends_early(action: Action) -> bool:
+        # Gradients that are reduced as they come have little memory at a time: all at the end of the backward, less so.
+        index = action.micro_batch
+        come_alone = index == 0 or reduces_after(strategy.grad_reduce, index=index - 1, last=last, step=step)
+        reduced = reduces_after(strategy.grad_reduce, index=index, last=last, step=step)
+        return not (strategy.zero_stage >= 2 and reduced and come_alone)
+
     def before(action: Action) -> None:
         nonlocal chunk
         if action.chunk != chunk:
@@ -87,6 +94,7 @@ def train_pipeline(
                 schedule.actions[stages.staged.stage] if schedule is not None else (),
                 inputs=lambda micro_batch: pairs[micro_batch][0],
                 loss=loss,
+                sends_early=sends_early,
                 before=before,
                 before_backward=before_backward,
                 after_backward=after_backward,

@@ -252,9 +252,17 @@ class Runtime:
         return is_fresh or self.accumulated_weight is not None
 
     def synchronise(
-        self, *, norm_type: float | None = None, shards: OptimizerShards | None = None
+        self,
+        *,
+        norm_type: float | None = None,
+        shards: OptimizerShards | None = None,
+        norm_is_last: bool = False,
     ) -> torch.Tensor | None:
-        """Settle the gradients if anything is unsettled, and return their norm if `norm_type` is given."""
+        """Settle the gradients if anything is unsettled, and return their norm if `norm_type` is given.
+
+        Args:
+            norm_is_last: nothing scales them after the norm, but the update.
+        """
         self.recover()
         if self.accumulated_weight is not None and self.engine.reducer.saw_plain_backward:
             raise ModelError(
@@ -269,10 +277,14 @@ class Runtime:
             settlements = self.engine.settlements
             if self.cuts is not None and settlements & (settlements - 1) == 0:  # the first, second, fourth, eighth ...
                 check_equal_gradients(self.engine, tp=self.mesh.group("tp"), world=self.mesh.world)
-        elif norm_type is None:
-            return None
+        else:
+            self.engine.adopt_hand_made_changes()
+            if norm_type is None:
+                return None
         rates = () if shards is None or self.stages is not None else shown_rates(shards.optimizer)
-        return grad_norm.agree(self.engine, world=self.mesh.world, norm_type=norm_type, rates=rates)
+        return grad_norm.agree(
+            self.engine, world=self.mesh.world, norm_type=norm_type, rates=rates, applies_scale=norm_is_last
+        )
 
     def synchronise_and_clip(
         self, *, shards: OptimizerShards | None = None, want_norm: bool = False
@@ -280,8 +292,9 @@ class Runtime:
         """Settle, and clip as the strategy says. Returns the norm before clipping where it was computed."""
         clipping = self.strategy.gradient_clipping
         by_norm = clipping is not None and clipping.kind == "norm"
-        norm_type = clipping.norm_type if clipping is not None and by_norm else 2.0
-        norm = self.synchronise(norm_type=norm_type if by_norm or want_norm else None, shards=shards)
+        norm_type: float | None = clipping.norm_type if clipping is not None and by_norm else 2.0
+        norm_type = norm_type if by_norm or want_norm else None
+        norm = self.synchronise(norm_type=norm_type, shards=shards, norm_is_last=not by_norm)
         if clipping is not None and self._clipped_at != self.engine.settlements:  # once, for all optimizers
             self._unscaled.check_before_clip()
             grad_norm.clip(self.engine, clipping, norm)

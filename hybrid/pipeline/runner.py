@@ -2,6 +2,7 @@
 
     F  input from the chunk before (or the batch) ─► forward ─► output on to the next chunk (or the loss)
     B  output's gradient from the next chunk (or the loss itself) ─► backward ─► input's gradient back
+       (who waits for that gets it before the products are computed that only weights need: `later_products`)
     I  as B, but what the gradients of weights need is kept
     W  the gradients of weights, from what I has kept (`weight_gradients`)
 
@@ -21,6 +22,7 @@ import torch
 from hybrid.collectives import ops
 from hybrid.collectives.ranges import RangeKind, named_range
 from hybrid.contracts.schedule import Action, ActionKind
+from hybrid.later_products import LaterProducts
 from hybrid.pipeline.boundary import put_together, take_apart
 from hybrid.pipeline.transport import Transport
 from hybrid.weight_gradients import WeightGradients, splitting
@@ -56,6 +58,7 @@ class PipelineRunner:
         self._forward = forward
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._left: dict[tuple[int, int], WeightGradients] = {}  # between I and W
+        self._sends_early: Callable[[Action], bool] = lambda action: False
         self.peak_in_flight = 0
 
     def begin(self) -> None:
@@ -68,6 +71,7 @@ class PipelineRunner:
         *,
         inputs: Callable[[int], Any],
         loss: Callable[[int, Any], torch.Tensor | None],
+        sends_early: Callable[[Action], bool],
         before: Callable[[Action], None],
         before_backward: Callable[[Action], None],
         after_backward: Callable[[Action], None],
@@ -78,10 +82,12 @@ class PipelineRunner:
             actions: this rank's, in order.
             inputs: micro-batch -> the value that the first chunk gets.
             loss: (micro-batch, output of the last chunk) -> what backward starts from.
+            sends_early: whether a whole backward may send its input's gradient before its work is done.
             before: called before each action.
             before_backward, after_backward: called around each backward, and each half of one.
         """
         self._clear()
+        self._sends_early = sends_early
         split = {(action.chunk, action.micro_batch) for action in actions if action.kind is ActionKind.I}
         try:
             for action in actions:
@@ -111,6 +117,11 @@ class PipelineRunner:
             self._left[place] = WeightGradients()
             with self._left[place].collecting():
                 self._run_backward(action)
+        elif action.chunk > 0 and self._sends_early(action):
+            later = LaterProducts()
+            with later.collecting():
+                self._run_backward(action)
+            later.run()
         else:
             self._run_backward(action)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybrid import shims
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.gradient_handle import GradientHandle
 
@@ -39,6 +40,26 @@ class KnownBackward:
     """Whether the reducer has seen a gradient of the backward that runs, and will see its end."""
 
     is_known: bool = False
+    _end: weakref.ref[Callable[[], None]] | None = None
+    """What is called then. Autograd holds it, as long as that backward runs."""
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Of the backward that runs, unless it raises."""
+
+        def end() -> None:
+            self.forget()
+            callback()
+
+        self._end = weakref.ref(end)
+        shims.call_at_end_of_backward(end)
+
+    def has_raised(self) -> bool:
+        """Whether the end of that backward will never be told."""
+        return self._end is not None and self._end() is None
+
+    def forget(self) -> None:
+        """It is over."""
+        self._end = None
 
 
 class Stretch:

@@ -27,6 +27,7 @@ import torch
 from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.contracts.partition import BucketPartition, Slice
+from hybrid.gradient_sinks import note_passing_memory
 from hybrid.precision.casting import LOW_PRECISION
 from hybrid.sharding.absence import AbsentParameter
 from hybrid.sharding.bucket_gradients import BucketGradients
@@ -81,6 +82,8 @@ class Bucket(BucketGradients):
         self.low, self.high = partition.bounds[shard], partition.bounds[shard + 1]
         own_elements = self.high - self.low
         self.cut = self._new_cut(own_elements, device) if cut_parameters else None
+        if cut_parameters:
+            note_passing_memory(self.data, self)
         wants_master = key.dtype in LOW_PRECISION and trainable
         self.master = self._new_master(own_elements, device) if wants_master else None
         for position, parameter in enumerate(self.parameters):

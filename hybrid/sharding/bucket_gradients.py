@@ -15,8 +15,10 @@ import torch
 from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.contracts.partition import BucketPartition, Slice
+from hybrid.errors import ModelError
 from hybrid.sharding.bucket_key import BucketKey
 from hybrid.sharding.reused_buffer import ReusedBuffer
+from hybrid.sharding.unfinished_sums import Before, UnfinishedSums
 
 __all__ = ["BucketGradients"]
 
@@ -58,7 +60,7 @@ class BucketGradients(ABC):
         if self.partition.num_shards > 1:
             self._owns = ReusedBuffer(self.high - self.low, dtype=self.key.grad_dtype, device=device)
 
-        self._readers: ops.Group | None = None  # who has read whole gradients, and will read the next where they lie
+        self._near: ops.Group | None = None  # those who may read whole gradients where they lie
         self.local: torch.Tensor | None = None
         self.filled = [False] * len(self.parameters)
         self.raw: torch.Tensor | None = None
@@ -69,6 +71,7 @@ class BucketGradients(ABC):
         # Whether our handle stands in `p.grad`: then None means dropped. Always this list, which hooks hold.
         self.shown = [False] * len(self.parameters)
         self.has_gradient_anywhere = [False] * len(self.parameters)
+        self.unfinished = UnfinishedSums()
 
     def accumulate(self, position: int, gradient: torch.Tensor, *, may_keep: bool = False) -> None:
         """Take over one gradient that autograd has just finished; dtype and layout may differ.
@@ -118,6 +121,23 @@ class BucketGradients(ABC):
         self.filled[position] = self.has_gradient[position] = True
         return self.view(self.local, position), is_filled
 
+    def begin_sum(self, position: int) -> None:
+        """A backward is about to write an addend of a gradient; its hook tells when the last one is there."""
+        self.unfinished.begin(position, Before(self.filled[position], self.has_gradient[position]))
+
+    def abandon_unfinished(self) -> None:
+        """A backward has raised: what it wrote of sums that it did not finish is not there."""
+        for position, before in self.unfinished.abandon():
+            self.filled[position], self.has_gradient[position] = before
+
+    def refuse_spoilt(self) -> None:
+        """Raises ModelError: a gradient whose values are those of no backward."""
+        for position in self.unfinished.spoilt:
+            raise ModelError(
+                f"a backward raised between two uses of {self.fqns[position]!r}: its gradient holds one of them, added "
+                "to those of earlier backwards. Call zero_grad() on the model or the optimizer, and accumulate anew"
+            )
+
     def new_gradient_buffer(self) -> torch.Tensor:
         """A whole buffer whose padding is zero and whose parameters' ranges are not written yet."""
         buffer = self._new_whole()
@@ -125,16 +145,20 @@ class BucketGradients(ABC):
             buffer[begin:end].zero_()
         return buffer
 
+    def lie_near(self, group: ops.Group | None) -> None:
+        """Whole gradients are to lie in memory that these ranks can read, if there is such: it stays mapped."""
+        self._near = group
+
     def _new_whole(self) -> torch.Tensor:
-        if self._readers is not None:
-            shared = ops.shared_buffer(self.partition.num_elements, self.key.grad_dtype, group=self._readers)
+        if self._near is not None:
+            shared = ops.shared_buffer(self.partition.num_elements, self.key.grad_dtype, group=self._near)
             if shared is not None:
                 return shared
         return self._wholes.open()
 
     def reduce_scatter(self, buffer: torch.Tensor, *, group: ops.Group, out: torch.Tensor | None) -> ops.Handle:
         """Sum a whole buffer, which nobody writes to again, over the shards."""
-        self._readers = group
+        self._near = group
         return ops.reduce_scatter(
             buffer, bounds=self.partition.bounds, group=group, out=out, given_up=True, tag=self.index
         )
@@ -146,8 +170,13 @@ class BucketGradients(ABC):
         if self._owns is not self._wholes:
             self._owns.close(buffer)
 
-    def take_local(self) -> torch.Tensor:
-        """Give the whole gradient buffer away for its reduction; parameters without a gradient count as zero."""
+    def take_local(self, *, dtype: torch.dtype | None = None, divisor: float = 1.0) -> torch.Tensor:
+        """Give the whole gradient buffer away for its reduction; parameters without a gradient count as zero.
+
+        Args:
+            dtype: in which the gradients travel; None: their own.
+            divisor: by which they are divided before.
+        """
         buffer = self.local
         if buffer is None:
             buffer = torch.zeros(self.partition.num_elements, dtype=self.key.grad_dtype, device=self.data.device)
@@ -157,7 +186,14 @@ class BucketGradients(ABC):
                     self.view(buffer, position).zero_()
         self.local = None
         self.filled = [False] * len(self.parameters)
-        return buffer
+        self.unfinished.leave()
+        if divisor != 1.0:
+            buffer.div_(divisor)
+        if dtype in (None, buffer.dtype):
+            return buffer
+        sent = buffer.to(dtype)
+        self.give_up(buffer)
+        return sent
 
     def new_accumulator(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Where the sum of the own range is to arrive, to become `raw`; None: `add_reduced` takes it."""
@@ -190,9 +226,13 @@ class BucketGradients(ABC):
 
     def apply_scale(self) -> None:
         """Multiply the settled gradient by its pending factor."""
-        if self.settled is not None and not (isinstance(self.scale, float) and self.scale == 1.0):
+        if self.settled is not None and self.has_pending_scale():
             self.settled.mul_(self.scale_for(self.settled))
         self.scale = 1.0
+
+    def has_pending_scale(self) -> bool:
+        """Whether the settled gradient has still to be multiplied."""
+        return not (isinstance(self.scale, float) and self.scale == 1.0)
 
     def scale_for(self, gradient: torch.Tensor) -> float | torch.Tensor:
         """The pending factor, where this gradient is."""
@@ -205,6 +245,7 @@ class BucketGradients(ABC):
 
     def fill_zero(self, position: int) -> None:
         """Set one parameter's gradient to zero, but leave it there."""
+        self.unfinished.empty(position)
         if self.local is not None and self.filled[position]:
             self.view(self.local, position).zero_()
         part = self.slice_of.get(self.fqns[position])
@@ -220,6 +261,7 @@ class BucketGradients(ABC):
             if buffer is not None:
                 self.give_up(buffer)
         self.local = self.raw = self.settled = None
+        self.unfinished.empty_all()
         self.scale = 1.0
         count = len(self.parameters)
         self.filled = [False] * count

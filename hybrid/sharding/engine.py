@@ -54,6 +54,8 @@ class ShardingEngine:
         planned_elements: fqn -> size to plan buckets by, of parameters of which ranks hold parts of unequal size.
         device: where the buffers are; None: where the parameters are. Those on the meta device get values by `store`.
         peers: the reducers of all models trained in this process, in the order of their wrapping.
+        neighbours: of the memory that whole gradients are to lie in, so that it stays mapped between steps; None: it
+            is given back to the system.
 
     Raises:
         ModelError: a parameter without a record, on another device than the rest, or two that share memory.
@@ -73,8 +75,10 @@ class ShardingEngine:
         world_fqns: Sequence[str] | None = None,
         device: torch.device | None = None,
         peers: Callable[[], Sequence[Reducer]] = tuple,
+        neighbours: ops.Group | None = None,
     ) -> None:
         self.settings = settings
+        self._neighbours = neighbours
         self.parameters = dict(parameters)
         self.placements = dict(placements)
         check_parameters(self.parameters, placements)
@@ -107,6 +111,8 @@ class ShardingEngine:
     def _build(self, kind: PartitionKind) -> None:
         self.partition_kind: PartitionKind = kind
         self.buckets = self._make_buckets(self._trainable, kind)
+        for bucket in self.buckets:
+            bucket.lie_near(self._neighbours)
         frozen = {fqn: p for fqn, p in self.parameters.items() if fqn not in self._trainable}
         cut_frozen = self.settings.zero_stage == 3
         self.frozen_buckets = self._make_buckets(frozen, kind, first_index=len(self.buckets)) if cut_frozen else ()

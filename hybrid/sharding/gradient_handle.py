@@ -7,8 +7,9 @@ raises with the name and the way.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +17,26 @@ from hybrid import shims
 from hybrid.errors import GradientAccessError
 from hybrid.metadata import METADATA_CALLS
 
-__all__ = ["GradientHandle", "Unscaler"]
+if TYPE_CHECKING:
+    from hybrid.sharding.reduce import Reducer
+
+__all__ = ["GradientHandle", "Unscaler", "unscaler_of"]
 
 
 # (fqns, found_inf, inverse_scale): unscale these gradients in place, set found_inf to 1 if one is not finite.
 Unscaler = Callable[[list[str], torch.Tensor, torch.Tensor], None]
+
+
+def unscaler_of(reducer: weakref.ref[Reducer]) -> Unscaler:
+    """What a handle asks. It holds no reducer: autograd holds `p.grad` where no garbage collector looks."""
+
+    def unscale(fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        owner = reducer()
+        assert owner is not None and owner.unscaler is not None
+        owner.unscaler(fqns, found_inf, inverse_scale)
+
+    return unscale
+
 
 _DTYPE: Any = getattr(torch.Tensor, "dtype").__get__  # noqa: B009
 _REPLACING: frozenset[Any] = frozenset((getattr(torch.Tensor, "data").__set__, shims.COPIES_SHALLOW))  # noqa: B009

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from hybrid import shims
-from hybrid.gradient_sinks import offer
+from hybrid.gradient_sinks import offer, stays
+from hybrid.later_products import LaterProducts
 from hybrid.sharding.absence import AbsentParameter
 from hybrid.sharding.bucket import Bucket
 from hybrid.weight_gradients import WeightGradients
@@ -43,16 +45,23 @@ class BucketSink:
             and shims.will_run(self._node)
         )
 
-    def add_product(self, left: torch.Tensor, right: torch.Tensor, *, rows: tuple[int, int] | None = None) -> None:
-        view, is_filled = self._open_view()
-        if rows is not None:
-            if not is_filled:
-                view.zero_()
-            view, is_filled = view[rows[0] : rows[1]], True
-        if is_filled:
-            torch.addmm(view, left, right, out=view)
-        else:
-            torch.mm(left, right, out=view)
+    def add_product(
+        self, left: torch.Tensor, right: torch.Tensor, *, rows: tuple[int, int] | None = None, may_wait: bool = False
+    ) -> None:
+        later = LaterProducts.current() if may_wait else None
+        if later is None or not (stays(left) and stays(right)):
+            _add(*self._open_view(), left, right, rows)
+            return
+        reducer, bucket = self._bucket()
+        reducer.foresee_gradient(bucket, self._position)
+        # Not as they are: who hands out a gradient's memory again looks at how many tensors see it.
+        write = partial(self._add_later, left.detach(), right.detach(), rows)
+        place = reducer, self._index, self._position
+        later.add(place, write, then=partial(reducer.arrive_later, self._index, self._position))
+
+    def _add_later(self, left: torch.Tensor, right: torch.Tensor, rows: tuple[int, int] | None) -> None:
+        _, bucket = self._bucket()
+        _add(*bucket.open_view(self._position), left, right, rows)
 
     def add_rows(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         view, is_filled = self._open_view()
@@ -62,11 +71,29 @@ class BucketSink:
 
     def _open_view(self) -> tuple[torch.Tensor, bool]:
         """Where to write, and whether something is there that counts; it counts from now on."""
-        reducer = self._reducer()
-        assert reducer is not None  # `is_open` was asked just before
-        bucket = reducer.buckets[self._index]
+        reducer, bucket = self._bucket()
         reducer.foresee_gradient(bucket, self._position)
+        bucket.begin_sum(self._position)
         return bucket.open_view(self._position)
+
+    def _bucket(self) -> tuple[Reducer, Bucket]:
+        reducer = self._reducer()
+        assert reducer is not None  # `is_open` was asked before
+        return reducer, reducer.buckets[self._index]
+
+
+def _add(
+    view: torch.Tensor, is_filled: bool, left: torch.Tensor, right: torch.Tensor, rows: tuple[int, int] | None
+) -> None:
+    """left @ right to what is in a view, or in rows of it, if that counts."""
+    if rows is not None:
+        if not is_filled:
+            view.zero_()
+        view, is_filled = view[rows[0] : rows[1]], True
+    if is_filled:
+        torch.addmm(view, left, right, out=view)
+    else:
+        torch.mm(left, right, out=view)
 
 
 def offer_sinks(reducer: Reducer) -> list[BucketSink]:

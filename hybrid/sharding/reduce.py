@@ -29,9 +29,10 @@ from hybrid.collectives import ops
 from hybrid.collectives.call import amid
 from hybrid.collectives.ranges import named_range
 from hybrid.errors import CollectiveError, ModelError
+from hybrid.later_products import LaterProducts
 from hybrid.sharding.arrivals import Arrivals, Stretch
 from hybrid.sharding.bucket import Bucket
-from hybrid.sharding.gradient_handle import GradientHandle, Unscaler
+from hybrid.sharding.gradient_handle import GradientHandle, Unscaler, unscaler_of
 from hybrid.sharding.gradient_sink import offer_sinks
 from hybrid.sharding.tensors import HELD_ONCE, owns_its_memory
 from hybrid.weight_gradients import WeightGradients
@@ -39,17 +40,6 @@ from hybrid.weight_gradients import WeightGradients
 __all__ = ["Reducer"]
 
 _GRAD = attrgetter("grad")
-
-
-def _unscaler(reducer: weakref.ref[Reducer]) -> Unscaler:
-    """What a gradient handle asks. It holds nothing, for the same reason: autograd holds `p.grad`."""
-
-    def unscale(fqns: list[str], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        owner = reducer()
-        assert owner is not None and owner.unscaler is not None
-        owner.unscaler(fqns, found_inf, inverse_scale)
-
-    return unscale
 
 
 class Reducer:
@@ -99,7 +89,7 @@ class Reducer:
         self._missing = [0] * len(self.buckets)
         self._arrived: list[list[bool]] = [[] for _ in self.buckets]
         self._in_flight: deque[tuple[Bucket, torch.Tensor, torch.Tensor | None, ops.Handle]] = deque()
-        unscale = _unscaler(weakref.ref(self))
+        unscale = unscaler_of(weakref.ref(self))
         self.handles = {
             fqn: GradientHandle.of(parameter, fqn=fqn, held_dtype=bucket.key.grad_dtype, unscaler=unscale)
             for bucket in self.buckets
@@ -156,15 +146,19 @@ class Reducer:
 
     def _get_to_know_backward(self) -> None:
         """Its first gradient has come; its end will be told, unless it raises."""
+        if self._backward.has_raised():
+            self._collect()
         if self._backward.is_known:
             return
-        self._note_plain_backward()
+        self.saw_plain_backward = self.saw_plain_backward or not self.defer_end
         if self.synchronise and not self._open:
             self._begin()
         self._backward.is_known = True
-        shims.call_at_end_of_backward(self._end_backward)
+        self._backward.call_at_end(self._end_backward)
 
     def _end_backward(self) -> None:
+        for bucket in self.buckets:
+            bucket.unfinished.finish_all()
         self._collect()
         if self._open and not self.defer_end:
             self._finish_all_rounds()
@@ -173,6 +167,7 @@ class Reducer:
         bucket, handle = self.buckets[index], self._handles[index][position]
         parameter = bucket.parameters[position]
         gradient = parameter.grad
+        bucket.unfinished.finish(position)
         is_without, self._without[index][position] = self._without[index][position], False
         if gradient is None and not is_without and parameter.requires_grad:
             raise ModelError(
@@ -189,7 +184,6 @@ class Reducer:
         parameter.grad = handle
         is_ours = bucket.is_one_parameter and sys.getrefcount(gradient) <= HELD_ONCE and owns_its_memory(gradient)
         bucket.accumulate(position, gradient.detach() if gradient.requires_grad else gradient, may_keep=is_ours)
-        self._note_plain_backward()
         bucket.shown[position] = True
         self._arrive(bucket, position)
 
@@ -197,6 +191,9 @@ class Reducer:
         """All the gradients that a stretch was waiting for are there, or no more will come in this backward."""
         bucket, start = self.buckets[stretch.index], stretch.positions.start
         gradients = stretch.take()
+        for position in stretch.positions if bucket.unfinished else ():
+            if gradients[position - start] is not None:
+                bucket.unfinished.finish(position)
         with torch.no_grad():
             bucket.accumulate_all(start, gradients)
         if self._open and self.synchronise:
@@ -212,12 +209,18 @@ class Reducer:
         self._backward.is_known = False
         for stretch in self._arrivals.holding():
             self.take(stretch)
+        if self._backward.has_raised():
+            self._backward.forget()
+            self._complete_all()
+            for bucket in self.buckets:
+                bucket.abandon_unfinished()
+            self.adopt_all()  # what was dropped since then is to be gone before handles take its place
 
     def foresee_gradient(self, bucket: Bucket, position: int) -> None:
         """A layer is about to write an addend into the bucket itself; the hooks follow when the last one is there."""
+        self._get_to_know_backward()
         if self._look_at_grad(bucket, position) is None:
             bucket.parameters[position].grad = self._handles[bucket.index][position]
-        self._note_plain_backward()
         bucket.shown[position] = True
 
     def _look_at_grad(self, bucket: Bucket, position: int) -> torch.Tensor | None:
@@ -226,10 +229,6 @@ class Reducer:
         if current is not self._handles[bucket.index][position] and (current is not None or bucket.shown[position]):
             self.adopt(bucket, position)
         return current
-
-    def _note_plain_backward(self) -> None:
-        if not self.defer_end:
-            self.saw_plain_backward = True
 
     def adopt(self, bucket: Bucket, position: int) -> None:
         """Bring the bucket in line with what the user did to `p.grad`: None drops, a tensor of theirs is refused."""
@@ -278,7 +277,18 @@ class Reducer:
             return
         if not self._open:
             self._begin()
-            shims.call_at_end_of_backward(self._end_backward)
+            self._backward.call_at_end(self._end_backward)
+        later = LaterProducts.current()
+        if later is None or not later.misses((self, bucket.index, position)):
+            self._count_arrival(bucket, position)
+
+    def arrive_later(self, index: int, position: int) -> None:
+        """All products are there that a backward, over by now, has left for one gradient."""
+        self.buckets[index].unfinished.finish(position)
+        if self.synchronise:
+            self._count_arrival(self.buckets[index], position)
+
+    def _count_arrival(self, bucket: Bucket, position: int) -> None:
         arrived = self._arrived[bucket.index]
         if not arrived[position]:
             arrived[position] = True
@@ -320,7 +330,7 @@ class Reducer:
         for stretch in self._arrivals.holding(bucket):
             self.take(stretch)
         group, _ = self._groups[bucket.index]
-        buffer = self._to_send(bucket, bucket.take_local())
+        buffer = bucket.take_local(dtype=self._reduce_dtype, divisor=self.undo_scale(bucket))
         with named_range("reduce bucket", bucket.index):
             if bucket.partition.num_shards == 1:
                 summed = None
@@ -333,22 +343,12 @@ class Reducer:
         if self._max_in_flight == 0:
             self._complete_first()
 
-    def _to_send(self, bucket: Bucket, buffer: torch.Tensor) -> torch.Tensor:
-        """The gradients in the dtype in which they travel.
+    def undo_scale(self, bucket: Bucket) -> float:
+        """Factor by which the reduced sums of a bucket are too small.
 
         A sum over N ranks in float16 leaves its range where no addend did; so they are divided before, by a power
-        of two near the square root of N, and the rest of the way after (`undo_scale`).
+        of two near the square root of N, and the rest of the way after.
         """
-        divisor = self.undo_scale(bucket)
-        dtype = self._reduce_dtype or buffer.dtype
-        if buffer.dtype == dtype:
-            return buffer if divisor == 1.0 else buffer.div_(divisor)
-        sent = buffer.to(dtype) if divisor == 1.0 else (buffer / divisor).to(dtype)
-        bucket.give_up(buffer)
-        return sent
-
-    def undo_scale(self, bucket: Bucket) -> float:
-        """Factor by which the reduced sums of a bucket are too small."""
         if (self._reduce_dtype or bucket.key.grad_dtype) is not torch.float16:
             return 1.0
         group, replicas = self._groups[bucket.index]
@@ -371,6 +371,10 @@ class Reducer:
                 bucket.raw = summed
                 bucket.give_up(buffer)
 
+    def _complete_all(self) -> None:
+        while self._in_flight:
+            self._complete_first()
+
     def _finish_all_rounds(self) -> None:
         """End of a backward: close the open rounds of all models in one order, that of their wrapping.
 
@@ -383,17 +387,13 @@ class Reducer:
         self.finish_round()
 
     def finish_round(self) -> None:
-        """Close the round that is open, if one is: launch the rest in order, wait for all of it.
-
-        Afterwards every parameter has its handle: its gradient may have come from another rank.
-        """
+        """Close the round that is open, if one is. Then every parameter has its handle: others may have used it."""
         self._collect()
         if not self._open:
             return
         while self._next < len(self._round):
             self._launch_next()
-        while self._in_flight:
-            self._complete_first()
+        self._complete_all()
         self._open = False
         self.rounds_since_settlement += 1
         for bucket in (self.buckets[index] for index in self._round):
@@ -421,12 +421,11 @@ class Reducer:
         return any(bucket.local is not None for bucket in self.buckets)
 
     def reduce_all(self) -> None:
-        """Reduce everything that is still local, and sum over the replicas.
-
-        Every rank makes at least one round per settlement, also one whose backward touched no parameter.
-        """
+        """Reduce all that is still local, and sum over the replicas; one round at least, also if nothing was used."""
         self.finish_round()
         self.adopt_all()
+        for bucket in self.buckets:
+            bucket.refuse_spoilt()
         if self.rounds_since_settlement == 0:
             self.full_round()
         more = self.has_unreduced()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
-from collections.abc import Iterator, Mapping
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hybrid import shims
 
-__all__ = ["HELD_ONCE", "own_strides", "owns_its_memory", "same_bits", "tensors_in"]
+__all__ = ["HELD_ONCE", "attribute_tensors", "carried", "own_strides", "owns_its_memory", "same_bits", "tensors_in"]
 
 
 def _references_of_a_local() -> int:
@@ -24,9 +27,10 @@ HELD_ONCE = _references_of_a_local()
 
 
 def tensors_in(value: Any, *, all_of_them: bool = False) -> Iterator[torch.Tensor]:
-    """Every tensor that has a gradient to come, in dicts, lists, tuples, sets, dataclasses and plain objects.
+    """Every tensor that has a gradient to come, in containers and objects of any kind, also in what a function holds.
 
-    With `all_of_them`, those without one as well. Each tensor once; objects are looked into once, so cycles end.
+    With `all_of_them`, those without one as well. Each tensor once; objects are looked into once, so cycles end. What
+    a generator would give is not asked for. Of a module what it keeps beside its parameters, buffers and children.
     """
     seen: set[int] = set()
     stack = [value]
@@ -40,12 +44,40 @@ def tensors_in(value: Any, *, all_of_them: bool = False) -> Iterator[torch.Tenso
                 yield item
         elif isinstance(item, Mapping):
             stack.extend(item.values())
+            stack.extend(key for key in item if isinstance(key, torch.Tensor))
         elif isinstance(item, list | tuple | set | frozenset):
             stack.extend(item)
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             stack.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
-        elif not callable(item) and hasattr(item, "__dict__"):
-            stack.extend(vars(item).values())
+        elif isinstance(item, torch.nn.Module):
+            kept = (value for value in vars(item).values() if isinstance(value, torch.Tensor))
+            stack.extend(tensor for tensor in kept if tensor.grad_fn is not None)
+        elif isinstance(item, types.FunctionType):
+            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__]
+        elif not isinstance(item, type | types.ModuleType | types.CodeType):
+            # What the garbage collector would follow: attributes, slots, items, what an iterator is still to give.
+            stack += gc.get_referents(item)
+
+
+def attribute_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors with a graph that modules keep as attributes (an auxiliary loss): backward may start from them."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) is torch.Tensor:
+                if value.grad_fn is not None:
+                    yield value
+            elif type(value) in (list, tuple, dict) and not name.startswith("_"):
+                yield from (t for t in tensors_in(value) if t.grad_fn is not None)
+
+
+def carried(values: Iterable[Any]) -> Mapping[int, torch.Tensor]:
+    """By id, the tensors with a gradient to come that lie in containers and objects among these values.
+
+    It does not keep them alive.
+    """
+    carriers = [value for value in values if not (value is None or isinstance(value, torch.Tensor | int | float | str))]
+    found: Iterable[torch.Tensor] = tensors_in(carriers) if carriers else ()
+    return weakref.WeakValueDictionary({id(tensor): tensor for tensor in found}) if carriers else {}
 
 
 def own_strides(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ freed, though for others its parameters are absent, until `end_run`, an update, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from hybrid.sharding.absence import mark_absent, mark_present
 from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.gathered import GatheredBuckets
 from hybrid.sharding.module_hook import ModuleHook
-from hybrid.sharding.tensors import tensors_in
+from hybrid.sharding.tensors import attribute_tensors, carried, tensors_in
 
 __all__ = ["Unsharder"]
 
@@ -78,10 +78,12 @@ class Unsharder:
         outside = {self._bucket_of[id(p)].index for p in self._parameters_outside(model, unit_names)}
         self._around = outside | ({bucket.index for bucket in self._buckets} - inside)
         self._active: list[str] = []  # units whose forward runs, innermost last
+        self._given: list[Mapping[int, torch.Tensor]] = []  # tensors in containers that each of them was given
         self._forward_depth = 0
         self._in_backward = False
         self._needed_in_backward: set[int] = set()
         self._kept: set[int] = set()  # stay whole to the end of the backward
+        self._unseen: set[int] = set()  # of those, for units that have returned no tensor in this pass
         self._lent: set[int] = set()  # a forward without gradients returned views of them: stay whole to the next one
         self._views: set[int] = set()  # were kept since the last step: graphs may hold views of them
         self._hold = False  # a graph of gradients was made, whose nodes no hook announces: free nothing until the step
@@ -92,11 +94,11 @@ class Unsharder:
             mark_absent(bucket.parameters, self)
         for module in (model, *self._callable_alone(model, unit_names)):
             module.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True)
-            module.register_forward_hook(ModuleHook(self._after_model), always_call=True)
+            module.register_forward_hook(ModuleHook(self._after_model), always_call=True, with_kwargs=True)
         for name in self._units:
             unit = model.get_submodule(name)
-            unit.register_forward_pre_hook(ModuleHook(self._before_unit_hook(name)), prepend=True)
-            unit.register_forward_hook(ModuleHook(self._after_unit_hook(name)), always_call=True)
+            unit.register_forward_pre_hook(ModuleHook(self._before_unit_hook(name)), prepend=True, with_kwargs=True)
+            unit.register_forward_hook(ModuleHook(self._after_unit_hook(name)), always_call=True, with_kwargs=True)
 
     # -- construction ----------------------------------------------------------------------------------
 
@@ -135,12 +137,13 @@ class Unsharder:
             self._in_backward = False
             self._active.clear()
             self._lent.clear()
+            self._unseen.clear()
             self._this_pass = []
             self._in_run = self._in_run and torch.is_grad_enabled()
             self._free_idle()
         self._forward_depth += 1
 
-    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if shims.in_backward() or shims.in_function_transform():
             return
         self._forward_depth = max(0, self._forward_depth - 1)
@@ -149,27 +152,22 @@ class Unsharder:
         if self._this_pass:
             self._order = self._this_pass
         self._active.clear()
-        self._keep_views([self._buckets[index] for index in self._around], output)
-        self._free_idle()
+        around = [self._buckets[index] for index in self._around]
+        found = self._keep_views(around, output)
         if torch.is_grad_enabled():
-            for tensor in (*tensors_in(output), *self._attribute_tensors()):
-                tensor.register_hook(self._before_model_backward)
-
-    def _attribute_tensors(self) -> Iterator[torch.Tensor]:
-        """Tensors with a graph that modules keep as attributes (an auxiliary loss): backward may start from them."""
-        for module in self._model.modules():
-            for name, value in vars(module).items():
-                if type(value) is torch.Tensor:
-                    if value.grad_fn is not None:
-                        yield value
-                elif type(value) in (list, tuple, dict) and not name.startswith("_"):
-                    yield from (t for t in tensors_in(value) if t.grad_fn is not None)
+            given = self._carried(args, kwargs).values()
+            for tensor in (*found, *attribute_tensors(self._model), *given):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._before_model_backward)
+            self._keep_unseen(around, found)
+        self._free_idle()
 
     def _before_unit_hook(self, name: str) -> Any:
-        def before_unit(module: nn.Module, args: Any) -> None:
+        def before_unit(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._in_transform():
                 return
             self._active.append(name)
+            self._given.append(self._carried(args, kwargs))
             with named_range("gather unit", name):
                 self._gather(self._units[name])
             mark_present(self._parameters[name])
@@ -181,25 +179,34 @@ class Unsharder:
         return before_unit
 
     def _after_unit_hook(self, name: str) -> Any:
-        def after_unit(module: nn.Module, args: Any, output: Any) -> None:
+        def after_unit(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if shims.in_function_transform():
                 return
+            given: Mapping[int, torch.Tensor] = self._given.pop() if self._given else {}
             if name in self._active:
                 del self._active[len(self._active) - 1 - self._active[::-1].index(name)]
             if name not in self._active and not shims.in_backward():
                 self._guard(self._parameters[name])
             if shims.in_backward():
                 return
-            self._keep_views(self._units[name], output)
+            found = self._keep_views(self._units[name], output)
             if torch.is_grad_enabled():
                 hook = self._before_unit_backward(name, self._this_pass, len(self._this_pass))
-                for tensor in tensors_in(output):
+                # What it has put into a list that it was given is an output, too.
+                now = self._carried(args, kwargs)
+                found += [tensor for key, tensor in now.items() if given.get(key) is not tensor]
+                for tensor in found:
                     if tensor.grad_fn is not None:
                         tensor.register_hook(hook)
+                self._keep_unseen(self._units[name], found)
             if self._forward_depth == 0 and not self._active:
                 self._free_idle()  # a unit called by itself
 
         return after_unit
+
+    @staticmethod
+    def _carried(args: Any, kwargs: Any) -> Mapping[int, torch.Tensor]:
+        return carried((*args, *kwargs.values())) if torch.is_grad_enabled() and not shims.in_backward() else {}
 
     def _in_transform(self) -> bool:
         """Whether a transform of torch.func runs: everything it needs is whole, or it is refused.
@@ -223,24 +230,37 @@ class Unsharder:
             running = {id(p) for active in self._active for p in self._parameters[active]}
             mark_absent((p for p in parameters if id(p) not in running), self)
 
-    def _keep_views(self, buckets: Sequence[Bucket], output: Any) -> None:
-        """Who returns (a view of) its own parameter: others will need it, also in backward, before our hook."""
+    def _keep_views(self, buckets: Sequence[Bucket], output: Any) -> list[torch.Tensor]:
+        """Who returns (a view of) its own parameter: others will need it, also in backward, before our hook.
+
+        Returns all tensors of the output.
+        """
         memories = {shims.memory_of(bucket.data): bucket for bucket in buckets}
-        for tensor in tensors_in(output, all_of_them=True):
+        found = list(tensors_in(output, all_of_them=True))
+        for tensor in found:
             bucket = memories.get(shims.memory_of(tensor)) if tensor.layout == torch.strided else None
             if bucket is not None and torch.is_grad_enabled():
                 self._keep(bucket)
             elif bucket is not None:
                 self._lent.add(bucket.index)
+        return found
 
     def _keep(self, bucket: Bucket) -> None:
         self._kept.add(bucket.index)
         self._views.add(bucket.index)
 
+    def _keep_unseen(self, buckets: Sequence[Bucket], found: Collection[torch.Tensor]) -> None:
+        """Where an output has no tensor, the values went where nobody sees them, or what was to return them raised."""
+        for bucket in buckets if not found else ():
+            self._keep(bucket)
+            self._unseen.add(bucket.index)
+
     def abandon_pass(self) -> None:
         """A forward was left by an exception: nothing runs any more."""
         self._forward_depth = 0
         self._active.clear()
+        self._given.clear()
+        self._kept -= self._unseen  # a unit that raised has returned none; another one's are among the views
         if not shims.in_backward():
             # What is under way is left for the next forward: where a rank failed, it would be waited for in vain, and
             # that error would hide this one.

@@ -24,7 +24,17 @@ from tests.ranks import RankFailure, run_ranks
 # Inside the header's message; alone; in two rounds and several segments (of 128 KB, so that the test is quick).
 NUM_ELEMENTS = (0, 1, 5, 999, 40_001, 300_007)
 SEGMENT_BYTES = 1 << 17
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.complex128)
+# The rest that a model's buffers may have: no sum of these is asked for.
+COPIED_DTYPES = (torch.bool, torch.int8, torch.uint16, torch.uint32, torch.uint64, torch.complex32)
+COPIED_DTYPES += (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+
+
+def raw_buffer(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bits."""
+    generator = torch.Generator().manual_seed(rank)
+    most = 2 if dtype is torch.bool else 256
+    return torch.randint(most, (num_elements * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
 
 
 def expected_sum(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -81,6 +91,16 @@ def check_results(way: str) -> None:
                 buffer = rank_buffer(rank, num_elements, dtype)
                 ops.broadcast(buffer, source=source, group=group)
                 assert torch.equal(buffer, rank_buffer(source, num_elements, dtype)), f"broadcast {what}"
+    for dtype in COPIED_DTYPES:
+        for num_elements in (3, 40_001):
+            everyone = [raw_buffer(each, num_elements, dtype) for each in range(size)]
+            buffer, bounds = everyone[rank].clone(), ops.even_bounds(num_elements, size)
+            ops.all_gather(buffer, bounds=bounds, group=group).wait()
+            own = (one[start:end] for one, start, end in zip(everyone, bounds, bounds[1:], strict=False))
+            assert torch.equal(buffer.view(torch.uint8), torch.cat([part.view(torch.uint8) for part in own])), dtype
+            buffer = everyone[rank].clone()
+            ops.broadcast(buffer, source=size - 1, group=group)
+            assert torch.equal(buffer.view(torch.uint8), everyone[-1].view(torch.uint8)), f"broadcast {dtype}"
     for op, reference in (("max", torch.maximum), ("min", torch.minimum)):
         buffer = rank_buffer(rank, 1234, torch.float32)
         expected = rank_buffer(0, 1234, torch.float32)

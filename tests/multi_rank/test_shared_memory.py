@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +131,29 @@ def test_a_buffer_that_is_given_up_is_read_where_it_lies() -> None:
     first = view.data_ptr() - 4 * 2500
     del view
     assert lender.empty(3000, torch.float32, marks=3).data_ptr() == first
+
+
+def resident_here(reader: Neighbour) -> int:
+    """Bytes of a neighbour's arena that count as memory of this process: in the kernel's list of what it has mapped."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(reader._memory))
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    return 1024 * int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+
+
+def test_what_a_neighbour_laid_out_does_not_stay_in_this_process() -> None:
+    """Protects the peak of memory: pages of messages are there once, and counted in sender and reader."""
+    lender, values = Arena(), torch.randn(1 << 20)
+    reader = Neighbour(lender.introduction())
+    place, into = lender.lend(values, readers=(1,), marks=3), torch.empty(1 << 20)
+    reader.copy(place, into)
+    assert torch.equal(into, values)
+    assert torch.equal(reader.read(place, num_elements=1 << 20, dtype=torch.float32), values)
+    assert resident_here(reader) >= 4 << 20
+    reader.leave(place, values.nbytes)
+    assert resident_here(reader) <= 1 << 16
+    assert torch.equal(reader.read(place, num_elements=1 << 20, dtype=torch.float32), values), "they come again"
+    into.untyped_storage().resize_(0)  # of a parameter at stage 3: to be read into must not pin it
 
 
 def other_process(introduced: Introduction) -> Introduction:

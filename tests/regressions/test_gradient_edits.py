@@ -57,6 +57,8 @@ def check_edit(edit: Callable[..., None]) -> None:
     functional.mse_loss(plain(inputs), labels).backward()
     nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     edit(plain, lambda parameter: parameter.grad)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    there = {name: parameter.grad is not None for name, parameter in plain.named_parameters()}
     sgd(plain.parameters()).step()
     for stage in (0, 1, 2):
         with variant(stage=stage) as strategy:
@@ -66,6 +68,8 @@ def check_edit(edit: Callable[..., None]) -> None:
             edit(model, hybrid.full_gradient)
             refusal = ""
             try:
+                assert {name: gradient is not None for name, gradient in model.named_gradients()} == there
+                assert_close(model.clip_grad_norm_(1e9), norm, ONE_STEP, "norm after the edit")
                 optimizer.step()
             except hybrid.ModelError as error:
                 refusal = str(error)
@@ -80,7 +84,7 @@ def test_an_edit_of_a_gradient_after_the_norm_was_taken_counts_or_is_refused(edi
     """After `model.clip_grad_norm_` the gradients are settled, and the step did not look at `p.grad` again.
 
     So a parameter whose gradient had been set to None was updated all the same, and a gradient set by hand was
-    ignored. Before the norm was taken, both were noticed.
+    ignored. Before the norm was taken, both were noticed. Nor did the next norm, or look at the gradients.
     """
     run_ranks(check_edit, 2, edit)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hybrid import gradient_sinks
 from hybrid.collectives import ops
 from hybrid.contracts.partition import partition_bucket
 from hybrid.errors import GradientAccessError, ModelError
-from hybrid.sharding import arrivals
+from hybrid.sharding import arrivals, gradient_sink
 from hybrid.sharding.bucket import Bucket, BucketKey
 from hybrid.sharding.gradient_handle import GradientHandle
 from hybrid.sharding.reduce import Reducer
+from hybrid.weight_gradients import take_over_gradients
 
 
 def alone() -> ops.Group:
@@ -235,6 +238,84 @@ def test_a_backward_that_raises_leaves_what_it_brought_as_in_plain_torch(
             hooked.reducer.finish_round()  # as the next forward does
         model(inputs()).sum().backward()
     assert_gradients(hooked, plain)
+
+
+@pytest.fixture
+def sunk(monkeypatch: pytest.MonkeyPatch) -> Hooked:
+    """A layer whose backward writes its weight's gradient into the bucket."""
+    monkeypatch.setattr(gradient_sink, "_LEAST_ELEMENTS", 1)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    take_over_gradients(model)
+    return Hooked(model)
+
+
+def raise_between(layer: nn.Module) -> None:
+    """A backward that raises when it has come through the second use of a layer, and not through the first."""
+    hidden = layer(inputs())
+    hidden.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layer(torch.tanh(hidden)).sum().backward()
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_sum_that_a_backward_did_not_finish_counts_for_nothing_or_is_refused(
+    sunk: Hooked, earlier: bool, looks: bool
+) -> None:
+    """Protects weights used twice: plain torch adds up apart from `p.grad`, a layer that writes itself does not."""
+    plain = nn.Linear(3, 3)
+    plain.load_state_dict(sunk.model.state_dict())
+    sunk.reducer.synchronise = not earlier
+    for layer in (sunk.model, plain):
+        later = layer(layer(inputs())).square().sum()
+        if earlier:
+            layer(inputs()).sum().backward()
+        raise_between(layer)
+        if looks and layer is sunk.model:
+            sunk.reducer.finish_round()  # as a forward does
+        later.backward()
+    if not earlier:
+        assert_gradients(sunk, plain)
+        return
+    with pytest.raises(ModelError, match=r"raised between two uses of 'weight'.*zero_grad"):
+        sunk.reducer.reduce_all()
+    sunk.bucket.drop_all()
+    for layer in (sunk.model, plain):
+        layer.zero_grad()
+        layer(layer(inputs())).sum().backward()
+    assert_gradients(sunk, plain)
+
+
+def test_what_is_dropped_after_a_backward_that_raised_stays_dropped(hooked: Hooked) -> None:
+    """Protects `p.grad = None` from a round that the backward left open, which gave it its placeholder again."""
+    hidden = hooked.model[1](hooked.model[0](inputs()))
+    hidden.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hooked.model[2](hidden).sum().backward()
+    hooked.model[2].weight.grad = None
+    hooked.reducer.reduce_all()
+    found = hooked.bucket.has_gradient
+    assert [found[hooked.bucket.position_of[name]] for name in ("2.weight", "2.bias")] == [False, True]
+    assert torch.count_nonzero(hooked.gradient("2.weight")) == 0
+    assert torch.count_nonzero(hooked.gradient("2.bias")) > 0
+
+
+def test_a_sink_ends_with_its_reducer_and_a_graph_that_holds_it_goes_autograds_way(sunk: Hooked) -> None:
+    """Protects graphs and weights that outlive the model's training, and new weights at the places of old ones."""
+    layer = sunk.model
+    loss = layer(layer(inputs())).sum()
+    assert gradient_sinks.has_sink(layer.weight)
+    sunk.reducer.remove_hooks()
+    del sunk.reducer
+    loss.backward()
+    del loss
+    gc.collect()
+    assert not gradient_sinks.has_sink(layer.weight)
+    plain = nn.Linear(3, 3)
+    plain.load_state_dict(layer.state_dict())
+    plain(plain(inputs())).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
 def test_one_that_came_without_a_gradient_does_not_keep_its_neighbours(hooked: Hooked) -> None:
