@@ -79,4 +79,5 @@ class VocabParallelHead(CutModule, nn.Linear):
             self.tensor_parallel_region.leave()  # the sequence is whole from here on
         local = column_linear(self, tensor, entry, is_transposed=False)
         vocab_size = self.tensor_parallel.cuts["weight"].global_size
-        return VocabParallelLogits.of(local, group=self.tensor_parallel.group, vocab_size=vocab_size)
+        group = self.tensor_parallel.group
+        return VocabParallelLogits.of(local, group=group, vocab_size=vocab_size, is_hidden=True)

@@ -50,6 +50,8 @@ class Vocabulary:
     """Of the whole vocabulary; the ranks hold parts that differ by one at most, the longer ones first."""
     dim: int
     """The dim of the logits that is the vocabulary, counted from 0."""
+    is_hidden: bool = False
+    """Nobody has the tensor inside: a layer has just made it."""
 
     @property
     def sizes(self) -> list[int]:
@@ -71,11 +73,14 @@ class VocabParallelLogits(torch.Tensor):
     vocabulary: Vocabulary
 
     @staticmethod
-    def of(local: torch.Tensor, *, group: Group, vocab_size: int) -> torch.Tensor:
-        """The logits [..., vocab_size] of which this rank holds `local` [..., own part]; plain ones on one rank."""
+    def of(local: torch.Tensor, *, group: Group, vocab_size: int, is_hidden: bool = False) -> torch.Tensor:
+        """The logits [..., vocab_size] of which this rank holds `local` [..., own part]; plain ones on one rank.
+
+        `is_hidden`: the caller has made `local` and keeps it nowhere. A gradient may then take its memory.
+        """
         if group.size == 1:
             return local
-        return wrapped(local, Vocabulary(group=group, size=vocab_size, dim=local.dim() - 1))
+        return wrapped(local, Vocabulary(group=group, size=vocab_size, dim=local.dim() - 1, is_hidden=is_hidden))
 
     def local(self) -> torch.Tensor:
         """This rank's part, a plain tensor."""

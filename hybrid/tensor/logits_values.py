@@ -136,7 +136,9 @@ def _own_cross_entropy(_: Any, logits: Any, target: torch.Tensor, **options: Any
 
 
 def _loss(local: torch.Tensor, target: torch.Tensor, cut: Vocabulary, **options: Any) -> torch.Tensor:
-    return local_cross_entropy(local, target, group=cut.group, start=cut.start, vocab_size=cut.size, **options)
+    return local_cross_entropy(
+        local, target, group=cut.group, start=cut.start, vocab_size=cut.size, is_hidden=cut.is_hidden, **options
+    )
 
 
 @handles(*methods("argmax"))

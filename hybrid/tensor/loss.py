@@ -7,7 +7,8 @@ Each rank holds [tokens, vocabulary / tp] of the logits. Per token, three number
        logit - largest, which one rank has                smoothing (the sum of the logits)
 
 Numbers are summed in fp32 (fp64 for fp64 logits), whatever the dtype of the logits. Backward needs no communication:
-it computes the softmax anew from the logits, in blocks, straight into the gradient.
+it computes the softmax anew from the logits, in blocks, straight into the gradient: in their own memory, if nobody
+else can see it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from hybrid import shims
 from hybrid.collectives.autograd import all_reduce_max, all_reduce_sum, copy_to, reduce_from
 from hybrid.collectives.group import Group
 from hybrid.contracts.placement import even_cut
@@ -76,7 +78,9 @@ def cross_entropy(
             f"cross_entropy: {logits.shape[-1]} logits on tp rank {group.rank}, which has {length} of a vocabulary of "
             f"{vocab_size}"
         )
-    return local_cross_entropy(logits, target, group=group, start=start, vocab_size=vocab_size, **options)
+    return local_cross_entropy(
+        logits, target, group=group, start=start, vocab_size=vocab_size, is_hidden=False, **options
+    )
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -120,14 +124,18 @@ def local_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     reduction: str,
+    is_hidden: bool,
 ) -> torch.Tensor:
-    """The loss of logits [..., own part of the vocabulary, which begins at `start`]."""
+    """The loss of logits [..., own part of the vocabulary, which begins at `start`].
+
+    `is_hidden`: nobody has the tensor of which `logits` is a view. Then the gradient may take the memory of both.
+    """
     _check_arguments(logits, target, label_smoothing=label_smoothing, reduction=reduction)
     is_valid = target != ignore_index
     _check_targets(target, is_valid, vocab_size)
     # As torch: fp32 under autocast, else the dtype of the logits.
     dtype = torch.float32 if autocast_dtype(logits) is not None else logits.dtype
-    options = _Options(group=group, start=start, vocab_size=vocab_size, smoothing=label_smoothing)
+    options = _Options(group=group, start=start, vocab_size=vocab_size, smoothing=label_smoothing, is_hidden=is_hidden)
     losses = cast(
         torch.Tensor,
         _TokenLosses.apply(
@@ -167,6 +175,7 @@ class _Options:
     start: int
     vocab_size: int
     smoothing: float
+    is_hidden: bool
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -177,18 +186,24 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, is_valid: torch.Tensor, options: _Options
     ) -> torch.Tensor:
         dtype = _accumulation_dtype(logits)
-        largest = all_reduce_max(_largest(logits, dtype), group=options.group)
-        sum_exp = torch.empty_like(largest)
-        sum_logits = torch.empty_like(largest)
+        own_largest = _minus_infinity(logits, dtype)
+        sum_exp = torch.zeros_like(own_largest)
+        sum_logits = torch.zeros_like(own_largest)
         buffer: torch.Tensor | None = None
-        for rows in _blocks(logits):
+        for rows in _blocks(logits) if logits.shape[1] else ():
             # The first block is the largest; its memory serves the others, so that it stays mapped and in the cache.
             part = logits[rows]
             buffer = torch.empty_like(part, dtype=dtype) if buffer is None else buffer
-            block = torch.sub(part, largest[rows, None], out=buffer[: part.shape[0]])
+            own_largest[rows] = part.amax(-1)
+            shift = _finite(own_largest[rows])
+            block = torch.sub(part, shift[:, None], out=buffer[: part.shape[0]])
             if options.smoothing:
                 sum_logits[rows] = block.sum(-1)
             sum_exp[rows] = block.exp_().sum(-1)
+        largest = all_reduce_max(own_largest, group=options.group)
+        sum_exp *= (own_largest - largest).exp_()
+        if options.smoothing:
+            sum_logits += (_finite(own_largest) - largest) * logits.shape[1]
         column, is_own = _own_column(logits, target, options.start)
         own_logit = logits.gather(1, column[:, None])[:, 0] if logits.shape[1] else torch.zeros_like(largest)
         target_logit = (own_logit.to(dtype) - largest).masked_fill(~is_own, 0.0)
@@ -211,8 +226,11 @@ class _TokenLosses(torch.autograd.Function):
             return _differentiable(logits, target, scale, largest, options), None, None, None
         column, is_own = _own_column(logits, target, options.start)
         of_target = (scale * (options.smoothing - 1.0)).masked_fill(~is_own, 0.0)
-        result = torch.empty_like(logits, memory_format=torch.contiguous_format)
         dtype = _accumulation_dtype(logits)
+        if options.is_hidden and logits.dtype == dtype and _is_unseen(logits):
+            result = logits.detach()  # as large as the gradient, and read for the last time
+        else:
+            result = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _blocks(logits):
             # (softmax - smoothing / vocabulary - (1 - smoothing) [is the target]) * scale
             block = result[rows] if result.dtype == dtype else torch.empty_like(result[rows], dtype=dtype)
@@ -245,10 +263,21 @@ def _accumulation_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _largest(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if logits.shape[1]:
-        return logits.amax(-1).to(dtype)
-    return torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)  # no ids on this rank
+def _is_unseen(logits: torch.Tensor) -> bool:
+    """In backward: whether this is the last that reads them, and only the tensor of which they are a view is left."""
+    if type(logits) is not torch.Tensor or not logits.is_contiguous() or shims.keeps_graph():
+        return False
+    return shims.users_of_memory(logits) == 1 + shims.is_view(logits)
+
+
+def _minus_infinity(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Per token: the largest logit of a rank without ids."""
+    return torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
+
+
+def _finite(largest: torch.Tensor) -> torch.Tensor:
+    """What may be taken from the logits of a token, also where all of this rank's are -inf."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)
 
 
 def _own_column(logits: torch.Tensor, target: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
