@@ -22,10 +22,10 @@ from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
 from hybrid.kept_buffers import WrittenBuffers
 
-__all__ = ["choose_units", "install_recompute"]
+__all__ = ["KEPT_OPERATIONS", "choose_units", "install_recompute"]
 
 # Under the selective policy the results of these are kept: they cost far more flops per byte than the rest.
-_KEPT_OPERATIONS = (
+KEPT_OPERATIONS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.addmm.default,
@@ -146,5 +146,5 @@ def _full_cache(name: str, length: int) -> str:
 
 
 def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operation in _KEPT_OPERATIONS or operation in COLLECTIVE_OPERATIONS
+    kept = operation in KEPT_OPERATIONS or operation in COLLECTIVE_OPERATIONS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

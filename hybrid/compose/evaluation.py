@@ -25,7 +25,7 @@ from hybrid.compose.batch import num_samples, split_batch
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.even_batches import borrowed, check_same_group, everyones
 from hybrid.compose.label_counts import NUM_LABEL_SUMS, uneven_labels
-from hybrid.compose.losses import ForwardStep, LossFunction, run_forward
+from hybrid.compose.losses import ForwardStep, LossFunction, check_functions, run_forward
 from hybrid.compose.pipeline_step import evaluate_pipeline
 from hybrid.compose.runtime import Runtime
 from hybrid.compose.train_step import NUM_TOTALS, evaluating, mean_of
@@ -73,8 +73,9 @@ def evaluate(
             the loss is; returns what `reduce_metrics` takes.
 
     Raises:
-        BatchError: batches without a way to a loss; ranks that work on the same samples have different numbers of
-            batches (raised on every rank, with the ranks and the numbers).
+        BatchError: batches without a way to a loss; `metrics`, `loss_fn` or `forward_step` that is no function of two
+            arguments; ranks that work on the same samples have different numbers of batches (raised on every rank, with
+            the ranks and the numbers).
 
     Warns:
         UserWarning: mean losses of batches with unequally many labels that count, which `train_batch` refuses.
@@ -85,6 +86,7 @@ def evaluate(
     if forward_step is not None and (metrics is not None or runtime.stages is not None):
         what = "a pipeline, where no rank has the whole model" if runtime.stages is not None else "metrics"
         raise BatchError(f"evaluate: forward_step with {what}: give (inputs, labels) or dict batches, and loss_fn")
+    check_functions("evaluate", metrics=metrics, loss_fn=loss_fn, forward_step=forward_step)
     runtime.check_parts()
     noted = _Noted(metrics)
     totals = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=runtime.engine.device)

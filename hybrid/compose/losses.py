@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,10 +14,36 @@ from hybrid.compose.label_counts import NUM_LABEL_SUMS, label_sums
 from hybrid.errors import BatchError
 from hybrid.pipeline.layers import PipelineLayer, is_chain
 
-__all__ = ["ForwardStep", "LossFunction", "add_loss", "run_forward"]
+__all__ = ["ForwardStep", "LossFunction", "add_loss", "check_functions", "run_forward"]
 
 LossFunction = Callable[..., Any]
 ForwardStep = Callable[[nn.Module, Any], Any]
+
+
+def check_functions(call: str, **given: object) -> None:
+    """That each of these can be called with two arguments.
+
+    To be called on all ranks: of a pipeline only the last stage calls them, and all others would wait for it.
+
+    Raises:
+        BatchError: one cannot.
+    """
+    for name, function in given.items():
+        if function is None:
+            continue
+        arguments = "model, micro_batch" if name == "forward_step" else "output, labels"
+        wanted = f"{call}: {name} must be a function {name}({arguments})"
+        if not callable(function):
+            hint = ""
+            if name == "metrics" and isinstance(function, Mapping):
+                hint = '; it returns the mapping: lambda output, labels: {"accuracy": (correct, seen)}'
+            raise BatchError(f"{wanted}, got {type(function).__name__}{hint}")
+        try:
+            inspect.signature(function.forward if isinstance(function, nn.Module) else function).bind(None, None)
+        except ValueError:  # of some functions in C nobody knows the arguments
+            continue
+        except TypeError as error:
+            raise BatchError(f"{wanted}, and it cannot be called with two arguments: {error}") from None
 
 
 def run_forward(

@@ -12,7 +12,7 @@ from hybrid.compose.compiling import check_compiler
 from hybrid.compose.first_forward import check_verify
 from hybrid.compose.initial_values import InitOrder, check_meta
 from hybrid.compose.model_checks import check_layouts, check_model, check_not_shared
-from hybrid.compose.pipeline import PlannedStages, all_on_meta, build_layers, plan_stages
+from hybrid.compose.stage_plan import PlannedStages, all_on_meta, build_layers, plan_stages
 from hybrid.compose.tensor_parallel import Planned, plan_for
 from hybrid.compose.whole_checks import ChosenUnits, check_whole
 from hybrid.sharding.engine import ShardingEngine

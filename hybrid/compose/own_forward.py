@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,8 +32,19 @@ __all__ = [
 ]
 
 
-def plan_own(model: nn.Module, settings: PipelineSettings, *, sample: Any) -> OwnForwardPlan:
+def plan_own(
+    model: nn.Module,
+    settings: PipelineSettings,
+    *,
+    sample: Any,
+    balance: Callable[[OwnForwardPlan], OwnForwardPlan] | None = None,
+    balanced_for: Hashable = None,
+) -> OwnForwardPlan:
     """How a model is cut by its own forward.
+
+    Args:
+        balance: what becomes of the plan once it is known what the calls are.
+        balanced_for: equal for an equal `balance`.
 
     Raises:
         ModelError: no sample, or a value that cannot be followed.
@@ -55,16 +66,18 @@ def plan_own(model: nn.Module, settings: PipelineSettings, *, sample: Any) -> Ow
         repr(settings.split),
         signature_of(sample, sizes=True),
         tuple(sizes),
+        balanced_for,
     )
     kept = _kept[-1] if _kept else {}
     if key not in kept:
-        kept[key] = plan_own_forward(
+        plan = plan_own_forward(
             model,
             sample,
             num_chunks=settings.num_chunks,
             split=settings.split,
             blocks=lambda model: [unit.name for unit in plan_units(model) if not unit.is_around],
         )
+        kept[key] = plan if balance is None else balance(plan)
     found = kept[key]
     if found.flow.returns and isinstance(sample, Mapping) and sample.get("labels") is not None:
         raise ModelError(

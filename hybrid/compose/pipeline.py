@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybrid.collectives import ops
 from hybrid.compose.losses import LossFunction
-from hybrid.compose.own_forward import agree, plan_own
+from hybrid.compose.own_forward import agree
 from hybrid.compose.split_backward import split_backward
+from hybrid.compose.stage_plan import PlannedStages, layers_by_name
 from hybrid.contracts.chunk_placement import chunk_rank, chunks_on
 from hybrid.contracts.schedule import Schedule
-from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_by_names, split_evenly
-from hybrid.errors import StrategyError
 from hybrid.mesh import Mesh
-from hybrid.pipeline.costs import layer_costs, parameter_costs
-from hybrid.pipeline.layers import PipelineLayer, is_chain
+from hybrid.pipeline.layers import PipelineLayer
 from hybrid.pipeline.own_forward import OwnForwardModel
-from hybrid.pipeline.plan import OwnForwardPlan
-from hybrid.pipeline.root_hooks import around_units, check_backward_hooks, check_backward_hooks_around
 from hybrid.pipeline.runner import PipelineRunner
 from hybrid.pipeline.stages import StagedModel, free
 from hybrid.pipeline.transport import Lane, Transport
 from hybrid.sharding.units import Unit
-from hybrid.strategy import ResolvedStrategy
 
 __all__ = [
-    "PlannedStages",
     "Stages",
     "WholeModel",
-    "all_on_meta",
-    "build_layers",
     "known_here",
     "named_once",
-    "plan_stages",
     "share_out",
     "start_pipeline",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStages:
-    """Which layers each chunk has, and the order of work.
-
-    Args:
-        chunks: layers of a chain, or calls of units.
-        schedule: each rank's actions.
-        own_forward: how the model is cut, if it is by its own forward.
-    """
-
-    chunks: tuple[range, ...]
-    schedule: Schedule
-    own_forward: OwnForwardPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,89 +96,6 @@ class Stages:
         free(list(self.elsewhere.values()))
 
 
-_SPLIT = "pipeline_configs.split"
-_NO_SAMPLE = "{} says which layers each chunk has, so a sample would do nothing: leave it out, or split by 'auto'"
-
-
-def plan_stages(model: nn.Module, resolved: ResolvedStrategy, *, sample: Any = None) -> PlannedStages | None:
-    """Cut the model's layers into chunks; None without a pipeline.
-
-    `sample` is an input of the first layer: the layers' flops are measured on it, without computing anything. A model
-    that is no chain of layers is called with it.
-
-    Raises:
-        ModelError: no sample of a model that is no chain of layers; one whose forward cannot be followed.
-        StrategyError: more chunks than layers, counts that do not add up, a schedule that cannot run.
-    """
-    settings = resolved.pipeline
-    if settings is None:
-        return None
-    check_backward_hooks(model)
-    num_chunks = settings.num_chunks
-    schedule = settings.order(resolved.accumulate_steps)
-    if isinstance(model, PipelineLayer):
-        if settings.split is not None:
-            raise StrategyError(
-                f"pipeline_configs.split = {settings.split!r} with a PipelineLayer, which has its own seg_method = "
-                f"{model.seg_method!r}: leave one of them out"
-            )
-        if model.seg_method != "auto":
-            if sample is not None:
-                raise StrategyError(_NO_SAMPLE.format(f"seg_method = {model.seg_method!r}"))
-            return PlannedStages(chunks=model.segments(num_chunks), schedule=schedule)
-        try:
-            whole = list(_layers(all_on_meta(model)).values())
-        except Exception:  # a constructor that cannot run there: numbers of parameters, from what can be built
-            return PlannedStages(chunks=model.segments(num_chunks), schedule=schedule)
-        return PlannedStages(chunks=model.segments(num_chunks, _costs(model, whole, sample)), schedule=schedule)
-    if not is_chain(model):
-        own = plan_own(model, settings, sample=sample)
-        check_backward_hooks_around(around_units(model, own.units))
-        return PlannedStages(chunks=own.chunks, schedule=schedule, own_forward=own)
-    layers = list(_layers(model).values())
-    split = settings.split
-    if sample is not None and split not in {None, "auto"}:
-        raise StrategyError(_NO_SAMPLE.format(f"pipeline_configs.split = {split!r}"))
-    if split is None or split == "auto":
-        chunks = split_by_costs(_costs(model, layers, sample), num_chunks)
-    elif split == "uniform":
-        chunks = split_evenly(len(layers), num_chunks)
-    elif not isinstance(split, str) and isinstance(split[0], str):
-        chunks = split_by_names(list(map(str, split)), list(_layers(model)), num_chunks, setting=_SPLIT)
-    elif isinstance(split, str):
-        names = [type(layer).__name__ for layer in layers]
-        chunks = split_by_marks(names, split.removeprefix("layer:"), num_chunks, setting=_SPLIT)
-    else:
-        chunks = split_by_counts([int(count) for count in split], len(layers), num_chunks, setting=_SPLIT)
-    return PlannedStages(chunks=tuple(chunks), schedule=schedule)
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> layer, one that is used twice under both of its names."""
-    named = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in named if name and "." not in name}
-
-
-def _costs(model: nn.Module, layers: Sequence[nn.Module], sample: Any) -> Sequence[float]:
-    if sample is not None:
-        return layer_costs(cast(nn.Sequential, model), sample).weights
-    return parameter_costs(model, layers)
-
-
-def build_layers(model: nn.Module, planned: PlannedStages | None) -> bool:
-    """Build a PipelineLayer that nothing is to be cut from; whether the model has all its layers now."""
-    if not isinstance(model, PipelineLayer):
-        return True
-    if planned is None:
-        model.build()
-    return model.is_built
-
-
-def all_on_meta(model: nn.Module) -> nn.Module:
-    """All layers of a PipelineLayer of which nothing is built, without memory: for what must know the whole model."""
-    return copy.deepcopy(model).build(device="meta") if isinstance(model, PipelineLayer) else model
-
-
 def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[StagedModel | OwnForwardModel, WholeModel]:
     """Decide what this rank holds, build it (`PipelineLayer`), and learn what the others hold. *Collective.*"""
     stage, num_stages = mesh.coordinate("pp"), mesh.degree("pp")
@@ -213,6 +105,8 @@ def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[Sta
         own = OwnForwardModel(model, plan, num_stages=num_stages, stage=stage, placement=placement, device=mesh.device)
         return own, _whole_of(model, own)
     is_whole = not isinstance(model, PipelineLayer) or model.is_built
+    # Samples of other sizes, or devices with other memory, may balance otherwise: the first rank's chunks are all's.
+    planned = replace(planned, chunks=ops.all_gather_object(planned.chunks, group=mesh.world)[0])
     if isinstance(model, PipelineLayer):
         names = [str(index) for index in range(model.num_layers)]
         call: Callable[[int, Any], Any] = model.run_layer
@@ -222,7 +116,7 @@ def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[Sta
             here = chunks_on(stage, num_stages, len(planned.chunks), placement)
             model.build([index for chunk in here for index in planned.chunks[chunk]])
     else:
-        names = list(_layers(model))
+        names = list(layers_by_name(model))
 
         def call(index: int, value: Any) -> Any:
             return model.get_submodule(names[index])(value)

@@ -23,7 +23,7 @@ from hybrid.compose.batch import num_samples, split_batch
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.label_counts import NUM_LABEL_SUMS, check_even_labels, check_item_count
 from hybrid.compose.loss_scale import record_overflow, unscale_gradients
-from hybrid.compose.losses import ForwardStep, LossFunction, run_forward
+from hybrid.compose.losses import ForwardStep, LossFunction, check_functions, run_forward
 from hybrid.compose.optimizer import DistributedOptimizer
 from hybrid.compose.pipeline_step import evaluate_pipeline, reduces_after, train_pipeline
 from hybrid.compose.runtime import Runtime
@@ -97,6 +97,8 @@ def train_batch(
     _check_arguments(runtime, optimizer, step)
     runtime.check_parts()
     _check_forward_step(runtime, forward_step)
+    if runtime.stages is not None:
+        check_functions("train_batch", loss_fn=loss_fn)
     _check_item_count(runtime, batch, adds_up=not step or runtime.accumulated_weight is not None)
     runtime.check_batch(batch)
     scaler = _choose_scaler(runtime, scaler)
@@ -168,6 +170,8 @@ def eval_batch(
     """See `DistributedModel.eval_batch`."""
     strategy = runtime.strategy
     _check_forward_step(runtime, forward_step)
+    if runtime.stages is not None:
+        check_functions("eval_batch", loss_fn=loss_fn)
     runtime.check_parts()
     _check_item_count(runtime, batch, adds_up=False)
     runtime.check_batch(batch)

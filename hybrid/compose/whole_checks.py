@@ -13,7 +13,8 @@ from torch import nn
 
 from hybrid.compose.compiling import check_compiled, is_inside
 from hybrid.compose.own_forward import check_held, check_own_units
-from hybrid.compose.pipeline import PlannedStages, Stages
+from hybrid.compose.pipeline import Stages
+from hybrid.compose.stage_plan import PlannedStages
 from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank
 from hybrid.errors import ModelError
 from hybrid.precision.casting import check_buffers_to_cast, compute_dtypes

@@ -51,6 +51,7 @@ class Cluster:
         refusal: why nothing can be planned on it; None where it can.
         measured: what `hybrid calibrate` found on it.
         path: of the file that it was read from.
+        host_memory_bytes: of one host, as that file says.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Cluster:
     refusal: str | None = None
     measured: Measurements | None = None
     path: Path | None = None
+    host_memory_bytes: int | None = None
 
     def __repr__(self) -> str:
         return f"Cluster({self.name!r}: {self.num_devices} × {self.device.name} in {self.num_domains} domains)"
@@ -250,6 +252,7 @@ def _cluster_of(description: Description) -> Cluster:
             shape=shape,
             notes=description.notes,
             refusal=description.refusal,
+            host_memory_bytes=description.host_memory_bytes,
         )
     graph = description.graph
     names = tuple(name for name, kind in graph.nodes(data="kind") if kind == "device")
@@ -266,4 +269,5 @@ def _cluster_of(description: Description) -> Cluster:
         given=graph,
         notes=description.notes,
         refusal=description.refusal,
+        host_memory_bytes=description.host_memory_bytes,
     )

@@ -23,7 +23,9 @@ from hybrid.contracts.cluster_text import (
 from hybrid.contracts.device_kind import DeviceKind, device_kind, kind_like, link_figure
 from hybrid.contracts.entry_problems import entry_problems
 from hybrid.contracts.measurements import Measurements
+from hybrid.contracts.unique_keys import KeyTwiceError, UniqueKeys
 from hybrid.errors import PlanError
+from hybrid.units import parse_bytes
 
 __all__ = ["read_cluster_file", "read_seconds", "read_speed"]
 
@@ -81,6 +83,7 @@ class _File(_Model):
     kinds: dict[str, dict[str, str | float | int | bool]] = {}
     links: list[_Link] = []
     measured: Measurements | None = None
+    host_memory: str | Positive | None = None
 
 
 def read_cluster_file(source: str | Path | Mapping[str, Any], options: Options) -> Description:
@@ -103,7 +106,7 @@ def read_cluster_file(source: str | Path | Mapping[str, Any], options: Options) 
         unused = [key for key, kind in kinds.items() if kind.name not in names]
         if unused:
             raise PlanError([f"kinds.{key} has no effect: no device of the cluster is one" for key in unused])
-        return _measured(description, file.measured)
+        return _measured(replace(description, host_memory_bytes=_host_memory(file.host_memory)), file.measured)
     except PlanError as error:
         raise PlanError([f"{where}: {problem}" for problem in error.problems]) from None
 
@@ -115,6 +118,18 @@ def read_speed(text: str) -> float:
         raise PlanError(f"speed {text!r}: write 400G or 400 Gb/s for bits, 50 GB/s for bytes per second")
     scale = {"G": 1e9, "M": 1e6}[match[2]]
     return float(match[1]) * scale / (1 if match[3] == "B" else 8)
+
+
+def _host_memory(given: str | int | None) -> int | None:
+    if given is None or isinstance(given, int):
+        return given
+    try:
+        found = parse_bytes(given)
+    except ValueError as error:
+        raise PlanError(f"host_memory: {error}") from None
+    if found < 1:
+        raise PlanError(f"host_memory: {given!r} is no memory; write for example 1TB, of one host")
+    return found
 
 
 def read_seconds(value: str | float) -> float:
@@ -129,9 +144,13 @@ def read_seconds(value: str | float) -> float:
 
 def _load(path: Path, where: str) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except OSError as error:
         raise PlanError(f"{where}: cannot be read ({error.strerror or error})") from None
+    except KeyTwiceError as error:
+        raise PlanError(f"{where}: {error}") from None
+    except RecursionError:
+        raise PlanError(f"{where}: entries lie within entries hundreds of levels deep") from None
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, no day of the calendar, endless digits
         raise PlanError(f"{where} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, Mapping):

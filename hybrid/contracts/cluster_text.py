@@ -43,6 +43,7 @@ class Description:
         notes: for whoever reads figures of it.
         refusal: why nothing can be planned on it.
         measured: what was measured on it.
+        host_memory_bytes: of one host.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Description:
     notes: tuple[str, ...] = ()
     refusal: str | None = None
     measured: Measurements | None = None
+    host_memory_bytes: int | None = None
 
 
 def described(text: str, options: Options, kinds: Mapping[str, DeviceKind] | None = None) -> Description:

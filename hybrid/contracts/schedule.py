@@ -47,6 +47,7 @@ __all__ = [
     "make_schedule",
     "max_in_flight",
     "usual_virtual_stages",
+    "v_parts",
 ]
 
 
@@ -225,13 +226,15 @@ def _zero_bubble_h1(rank: int, num_stages: int, num_micro_batches: int, virtual_
     return (*order, *(action(ActionKind.W, num_micro_batches - left) for left in range(num_left, 0, -1)))
 
 
-def _zero_bubble_v(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> tuple[Action, ...]:
-    """Chunk `rank` on the way down the V, chunk 2p-1-rank on the way up."""
-    chunks = {"d": rank, "u": 2 * num_stages - 1 - rank}
+def v_parts(rank: int, *, num_stages: int, num_micro_batches: int) -> tuple[tuple[int, str], ...]:
+    """What a rank of `zbv` repeats, and how often: F, I or W of its chunk on the way down (`Fd`) or up the V.
+
+    Each stands for the next micro-batch; those that there are none for fall out.
+    """
     left = num_stages - rank
     # Fewer than fill all ranks are the first ones of so many: whatever they wait for is there.
     num_filling = max(num_micro_batches, 2 * num_stages - 1)
-    parts = (
+    return (
         (2 * left - 1, "Fd"),  # until the first one has been down to the last rank and is back
         (rank, "Fu Fd"),
         (left, "Fu Iu Wu"),  # until its gradients have been up
@@ -242,6 +245,12 @@ def _zero_bubble_v(rank: int, num_stages: int, num_micro_batches: int, virtual_s
         (rank, "Wu"),
         (rank, "Wd"),
     )
+
+
+def _zero_bubble_v(rank: int, num_stages: int, num_micro_batches: int, virtual_stages: int) -> tuple[Action, ...]:
+    """Chunk `rank` on the way down the V, chunk 2p-1-rank on the way up."""
+    chunks = {"d": rank, "u": 2 * num_stages - 1 - rank}
+    parts = v_parts(rank, num_stages=num_stages, num_micro_batches=num_micro_batches)
     done: Counter[str] = Counter()
     order = []
     for repeats, words in parts:

@@ -26,6 +26,7 @@ __all__ = [
     "split_by_marks",
     "split_by_names",
     "split_evenly",
+    "whole_costs",
 ]
 
 # The work that one parameter makes beside the layer's own, in forward flops of one micro-batch. An estimate: Adam's
@@ -202,17 +203,26 @@ def split_by_costs(costs: Sequence[float], num_chunks: int) -> tuple[range, ...]
         StrategyError: fewer layers than chunks, or a cost that is negative or not finite.
     """
     _check_enough(len(costs), num_chunks, what="layer")
+    whole = whole_costs(costs)
+    sums = list(accumulate(whole, initial=0))
+    return _most_even(sums, num_chunks, limit=_least_limit(sums, num_chunks))
+
+
+def whole_costs(costs: Sequence[float]) -> list[int]:
+    """The same costs in a unit in which all are whole numbers, so that 0.1 thirty times is split like 1 thirty times.
+
+    Raises:
+        StrategyError: a cost that is negative or not finite.
+    """
     for index, cost in enumerate(costs):
         if not isfinite(cost) or cost < 0:
             raise StrategyError(f"the cost of layer {index} is {cost}; costs must be finite and at least 0")
-    # Whole numbers, so that 0.1 thirty times is split like 1 thirty times.
     whole = [cost for cost in costs if isinstance(cost, int)]
-    if len(whole) < len(costs):
-        exact = [Fraction(cost) for cost in costs]
-        scale = lcm(*(cost.denominator for cost in exact))
-        whole = [int(cost * scale) for cost in exact]
-    sums = list(accumulate(whole, initial=0))
-    return _most_even(sums, num_chunks, limit=_least_limit(sums, num_chunks))
+    if len(whole) == len(costs):
+        return whole
+    exact = [Fraction(cost) for cost in costs]
+    scale = lcm(*(cost.denominator for cost in exact))
+    return [int(cost * scale) for cost in exact]
 
 
 def _least_limit(sums: Sequence[int], num_chunks: int) -> int:

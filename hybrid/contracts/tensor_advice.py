@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from hybrid.contracts.tensor_claims import PLAN, general
 from hybrid.contracts.tensor_facts import ModelFacts, ModuleFacts
@@ -27,6 +27,13 @@ def no_rule(facts: ModelFacts, outputs: Iterable[str]) -> str:
         f"\n    {pattern}: {held[0].sizes[0]} -> {held[0].sizes[1]}" + (f", {len(held)} times" if len(held) > 1 else "")
         for pattern, held in shapes.items()
     )
+    side_paths = list(dict.fromkeys(general(fqn) for fqn in _with_side_paths(facts)))
+    if side_paths:
+        layers += (
+            f"\n  {', '.join(side_paths)}: a low-rank side path (LoRA, DoRA) is cut with its layer where it is "
+            "base_layer(x) plus a multiple of lora_B(lora_A(x)), linear layers all three, and no other parameter is "
+            "there. Merge this one into its layer, bring it into that form, or use degree 1."
+        )
     plan = guessed_plan(facts, outputs)
     if not plan:
         return f"{start}. Its linear layers:{layers}\n  Say in {PLAN} which of them are cut, and how."
@@ -37,6 +44,15 @@ def no_rule(facts: ModelFacts, outputs: Iterable[str]) -> str:
     )
 
 
+def _with_side_paths(facts: ModelFacts) -> Iterator[str]:
+    """Modules with thin layers or parameters beside a layer, by their names, that no rule has taken over."""
+    for module in facts.modules:
+        if module.name.lower().startswith("lora_"):
+            yield module.parent
+        elif any(name.lower().startswith("lora_") for name in module.parameters):
+            yield module.fqn
+
+
 def _in_attention(facts: ModelFacts, module: ModuleFacts) -> bool:
     return bool(module.fqn) and facts.by_fqn[module.parent].kind == "attention"
 
@@ -44,12 +60,17 @@ def _in_attention(facts: ModelFacts, module: ModuleFacts) -> bool:
 def guessed_plan(facts: ModelFacts, outputs: Iterable[str]) -> dict[str, str | dict[str, object]]:
     """A plan by sizes alone: in each module, the layers that widen (or make q, k, v) and the one that comes back."""
     outputs = set(outputs)
+    odd = set(_with_side_paths(facts))
     plan: dict[str, str | dict[str, object]] = {}
     for parent in facts.modules:
         layers = [
             child
             for child in facts.children(parent.fqn)
-            if child.is_linear and child.exact and child.fqn not in outputs and parent.kind != "attention"
+            if child.is_linear
+            and child.exact
+            and child.fqn not in outputs
+            and parent.kind != "attention"
+            and parent.fqn not in odd
         ]
         while len(layers) >= 2:
             taken = _first_pair(layers, one_by_one=parent.class_name == "Sequential")

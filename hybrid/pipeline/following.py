@@ -32,7 +32,7 @@ from hybrid.pipeline.opaque import check_objects
 from hybrid.pipeline.operations import checkpoint_around, statistics_of, tensors_in, written_by
 from hybrid.pipeline.outline import map_with_paths, tensors_by_path
 from hybrid.pipeline.random_state import kept_generators
-from hybrid.pipeline.skeleton import FakeTensorMode, fake_like, is_fake
+from hybrid.pipeline.skeleton import FakeTensorMode, fake_like, is_fake, on_cpu
 from hybrid.pipeline.unit_class import watch_calls
 from hybrid.precision.tree import map_tensors
 
@@ -40,6 +40,8 @@ __all__ = ["BufferWritten", "Following"]
 
 _Source = Place | str
 """A value, or the name of a parameter that is read outside its unit."""
+_OnValue = Callable[[torch.Tensor, torch.Tensor], None]
+"""Is told of each tensor that a unit returned or was given, and of the one that the code outside has in its place."""
 
 _WAY = "Write the model as a hybrid.PipelineLayer, or set pipeline_configs.degree = 1"
 # Operations whose result is a number or a shape that only the values tell.
@@ -68,6 +70,7 @@ class Following:
         self._own = {name: {shims.memory_of(p) for p in unit.parameters()} for name, unit in modules.items()}
         self._unit_buffers = {fqn for unit in units for fqn in self._buffers.values() if fqn.startswith(f"{unit}.")}
         self._state: _Forward | None = None
+        self.on_value: _OnValue = lambda returned, given: None
         watch_calls(modules, self._called)
         self._attributes = Attributes(skeleton, modules)
 
@@ -85,7 +88,7 @@ class Following:
         for name, module in self.skeleton.named_modules():
             module.training = training.get(name, training[""])
         put_back = self._attributes.saved()
-        args, kwargs = (map_tensors(value, _on_cpu) for value in (args, kwargs))
+        args, kwargs = (map_tensors(value, on_cpu) for value in (args, kwargs))
         try:
             with kept_generators(), fresh_caches(self.skeleton):
                 flow = self._run(args, kwargs, is_training=training[""])
@@ -100,6 +103,7 @@ class Following:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Flow:
         attributes = self._attributes
         state = self._state = _Forward(self._parameters, self._buffers, self._unit_buffers, self._fakes, attributes)
+        state.on_value = self.on_value
         state.inputs = {shims.memory_of(tensor) for tensor in tensors_by_path(args, kwargs).values()}
         gradients = torch.enable_grad() if is_training else torch.no_grad()
         attributes.begin()
@@ -159,6 +163,7 @@ class _Forward(shims.TorchDispatchMode):
         self.calls: list[Call] = []
         self.inside = False
         self.inputs: set[int] = set()
+        self.on_value: _OnValue = lambda returned, given: None
         self._sources: dict[int, frozenset[_Source]] = {}
         self._kept: list[torch.Tensor] = []  # memory that is given back may come again as another one
         self._value_at: dict[int, Place] = {}
@@ -273,6 +278,8 @@ class _Forward(shims.TorchDispatchMode):
         check_objects(name, (args, kwargs), "is given")
         sources = frozenset[_Source]().union(*(self._read(tensor, None) for tensor in given.values()))
         fakes = {id(t): t if is_fake(t) else fake_input(t, self._fakes) for t in given.values()}
+        for tensor in given.values():
+            self.on_value(fakes[id(tensor)], tensor)
         versions = {key: shims.version_of(fake) for key, fake in fakes.items()}
         self._foreign, self._own, self._running = set(), own_memory, name
         inner_args, inner_kwargs = (map_tensors(value, lambda t: fakes[id(t)]) for value in (args, kwargs))
@@ -359,6 +366,7 @@ class _Forward(shims.TorchDispatchMode):
         finally:
             self.inside = False
         self._kept += [tensor, new]
+        self.on_value(tensor, new)
         return new
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -389,9 +397,3 @@ class _Forward(shims.TorchDispatchMode):
 
     def _last(self) -> str:
         return self.calls[-1].unit if self.calls else "the model"
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_meta:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return tensor.detach().cpu()

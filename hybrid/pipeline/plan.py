@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid.contracts.stage_memory import MemoryModel
 from hybrid.contracts.stage_split import (
     LayerCost,
     LayerCosts,
@@ -42,6 +43,7 @@ class OwnForwardPlan:
         costs: of each call.
         kind, sizes: of the sample, see `signature_of`; the modes of the modules are part of the kind.
         following: looks at forwards with other inputs.
+        memory: what each call needs; None where it was not asked for or not measured.
     """
 
     units: tuple[str, ...]
@@ -52,6 +54,7 @@ class OwnForwardPlan:
     kind: Any
     sizes: Any
     following: Following
+    memory: MemoryModel | None = None
 
     @property
     def held_by(self) -> Flow:

@@ -13,7 +13,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorMode
 
 from hybrid.errors import ModelError
 
-__all__ = ["FakeTensorMode", "fake_like", "is_fake", "skeleton_of"]
+__all__ = ["FakeTensorMode", "fake_like", "is_fake", "on_cpu", "skeleton_of"]
 
 
 def skeleton_of(model: nn.Module, fakes: FakeTensorMode, *, units: Sequence[str]) -> nn.Module:
@@ -43,12 +43,19 @@ def skeleton_of(model: nn.Module, fakes: FakeTensorMode, *, units: Sequence[str]
     return skeleton
 
 
-def fake_like(tensor: torch.Tensor, fakes: FakeTensorMode) -> torch.Tensor:
-    """A tensor of the same shape, strides and type without memory, on the CPU."""
+def fake_like(tensor: torch.Tensor, fakes: FakeTensorMode, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of the same shape, strides and type (or `dtype`) without memory, on the CPU."""
     with fakes:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no values."""
     return hasattr(tensor, "fake_mode")
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """An input with its values on the CPU; with zeros, if it has none."""
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach().cpu()

@@ -49,13 +49,19 @@ def check_effects(choices: Mapping[str, Choice]) -> list[str]:
             problems.append(
                 f"{units.where} does nothing with a pipeline, where each of its layers is a unit; leave it out"
             )
-    for name in ("schedule", "virtual_stages", "split"):
+    for name in ("schedule", "virtual_stages", "split", "memory_limit_bytes"):
         choice = choices[name]
         if choice.given and choices["pp"].value == 1 and not (name == "virtual_stages" and choice.value == 1):
             problems.append(
                 f"{choice.said} does nothing with a pipeline degree of 1: there is one stage; choose a degree of 2 or "
                 "more, or leave it out"
             )
+    limit, split = choices["memory_limit_bytes"], choices["split"]
+    if limit.value is not None and split.value not in {None, "auto"}:
+        problems.append(
+            f"{limit.said} is kept where stages are balanced, and {split.said} says which layers each has: choose "
+            "'auto', or leave the limit out"
+        )
     gather = choices["overlap_param_gather"]
     if gather.given and gather.value and stage.value == 3:
         problems.append(

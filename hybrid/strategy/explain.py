@@ -59,7 +59,7 @@ _DETAILS = {
     "compile": ("compile_units", "compile_backend", "compile_mode", "compile_dynamic", "compile_fullgraph"),
     "profile": ("profile_steps", "profile_warmup", "profile_directory"),
     "tensor_parallel": ("sequence_parallel", "tensor_plan", "tensor_verify"),
-    "pipeline": ("schedule", "virtual_stages", "split"),
+    "pipeline": ("schedule", "virtual_stages", "split", "memory_limit_bytes"),
 }
 _NAMES = {"shard_size": "dp_shard (shard_size)", "order": "order (outer to inner)"}
 _MOST_GROUPS = 8
@@ -215,6 +215,7 @@ _OPEN = {
     "seed": "not set",
     "tensor_plan": "the model's own, or that of its family",
     "split": "balanced by cost",
+    "memory_limit_bytes": "what the device has",
 }
 
 
@@ -236,7 +237,7 @@ def _value(name: str, choice: Choice, choices: Mapping[str, Choice]) -> str:
         return "as units of sharding"
     if value is None:
         return _OPEN.get(name, "none")
-    if name == "bucket_bytes":
+    if name in {"bucket_bytes", "memory_limit_bytes"}:
         return f"{value} ({format_bytes(value)})"
     if name == "timeout_seconds":
         return f"{value:g} ({format_seconds(value)})"

@@ -58,6 +58,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "schedule": ("pipeline_configs.schedule",),
     "virtual_stages": ("pipeline_configs.virtual_stages",),
     "split": ("pipeline_configs.split",),
+    "memory_limit_bytes": ("pipeline_configs.memory_limit_bytes",),
     "amp": ("amp",),
     "amp_dtype": ("amp_configs.dtype",),
     "amp_level": ("amp_configs.level",),

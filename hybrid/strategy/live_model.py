@@ -12,10 +12,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from hybrid.contracts.chunk_placement import ChunkPlacement
+from hybrid.contracts.stage_memory import StageBytes
 from hybrid.contracts.tensor_facts import ModelFacts
 from hybrid.errors import ModelError, StrategyError
 from hybrid.strategy.resolve import amp_settings, compile_settings, recompute_settings
-from hybrid.strategy.resolved import PipelineSettings
+from hybrid.strategy.resolved import PipelineSettings, ResolvedStrategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,12 +31,14 @@ __all__ = [
     "Model",
     "OwnStages",
     "build",
+    "chain_memory",
     "check_settings",
     "check_stages",
     "chunks_of",
     "facts_of",
     "is_module",
     "layers_of",
+    "num_cut_layers",
     "own_stages",
     "units_of",
     "whole",
@@ -87,11 +90,13 @@ class OwnStages:
         chunks: the calls of units of each chunk.
         layers: of each call its unit.
         crossing: of each chunk but the last what crosses the cut behind it.
+        memory: what each stage needs; empty if it is not known.
     """
 
     chunks: tuple[range, ...]
     layers: tuple[LayerFacts, ...]
     crossing: tuple[tuple[Crossing, ...], ...]
+    memory: tuple[StageBytes, ...] = ()
 
 
 def is_module(value: object) -> TypeGuard[Model]:
@@ -138,36 +143,52 @@ def whole(model: Model) -> tuple[Model, str]:
         raise ModelError(f"a layer of the model cannot be built: {_shown(error)}") from error
 
 
-def chunks_of(model: Model, settings: PipelineSettings, *, sample: Any = None) -> tuple[range, ...]:
+def chunks_of(
+    model: Model, settings: PipelineSettings, *, sample: Any = None, resolved: ResolvedStrategy | None = None
+) -> tuple[range, ...]:
     """The layers of each chunk, as `distributed_model` will cut them.
+
+    `resolved`: the strategy for a world size; without it layers are balanced by time alone.
 
     Raises:
         StrategyError: fewer layers than chunks, counts that do not add up, ...
         ModelError: a model that is no chain of layers.
     """
-    from hybrid.compose.pipeline import plan_stages
+    from hybrid.compose.stage_plan import plan_stages
 
     is_balanced = getattr(model, "seg_method", settings.split) in {None, "auto"}
     # No schedule is asked for here: a number of micro-batches with which any of them can be made.
-    asked: Any = SimpleNamespace(pipeline=settings, accumulate_steps=settings.degree)
-    planned = plan_stages(model, asked, sample=sample if is_balanced else None)
+    asked: Any = resolved or SimpleNamespace(pipeline=settings, accumulate_steps=settings.degree)
+    planned = plan_stages(
+        model,
+        asked,
+        sample=sample if is_balanced else None,
+        is_here=False,
+        weighs_memory=resolved is not None,
+    )
     assert planned is not None  # it has a pipeline
     return planned.chunks
 
 
-def own_stages(model: Model, settings: PipelineSettings, *, sample: Any = None) -> OwnStages | None:
-    """How a model is cut that is no chain of layers; None of a chain.
+def own_stages(
+    model: Model, settings: PipelineSettings, *, sample: Any = None, resolved: ResolvedStrategy | None = None
+) -> OwnStages | None:
+    """How a model is cut that is no chain of layers; None of a chain. `resolved`: see `chunks_of`.
 
     Raises:
         StrategyError: fewer calls of units than chunks, a split that does not fit them.
         ModelError: no sample, or a forward that cannot be followed.
     """
     from hybrid.compose import own_forward
+    from hybrid.compose.stage_plan import plan_own_stages
     from hybrid.pipeline.flow import crossing_values
 
     if is_chain(model):
         return None
-    plan = own_forward.plan_own(model, settings, sample=sample)
+    if resolved is None:
+        plan = own_forward.plan_own(model, settings, sample=sample)
+    else:
+        plan = plan_own_stages(model, resolved, sample=sample, is_here=False, measures=True)
     own_forward.check_held(model, plan, num_stages=settings.degree, placement=settings.placement)
     known = dict(model.named_parameters())
     calls: dict[str, int] = {}
@@ -203,7 +224,32 @@ def own_stages(model: Model, settings: PipelineSettings, *, sample: Any = None) 
                 for unit, call, path, size in sizes
             )
         )
-    return OwnStages(chunks=plan.chunks, layers=tuple(layers), crossing=tuple(crossing))
+    memory = () if plan.memory is None else plan.memory.of_stages(plan.chunks)
+    return OwnStages(chunks=plan.chunks, layers=tuple(layers), crossing=tuple(crossing), memory=memory)
+
+
+def num_cut_layers(model: Model, sample: Any) -> tuple[int, str]:
+    """Chunks that a model cut by its own forward can have at most, and why it can have no two; 0 of a chain of layers,
+    which is cut between any of them."""
+    if is_chain(model):
+        return 0, ""
+    two = PipelineSettings(degree=2, schedule="1f1b", virtual_stages=1, split="auto")
+    try:
+        found = own_stages(model, two, sample=sample)
+    except (ModelError, StrategyError) as error:
+        return 1, str(error).splitlines()[0]
+    assert found is not None  # no chain
+    return len(found.layers), ""
+
+
+def chain_memory(
+    model: Model, resolved: ResolvedStrategy, chunks: Sequence[range], *, sample: Any = None
+) -> tuple[StageBytes, ...]:
+    """What each stage of a chain needs that has all of its layers; nothing if it is not known."""
+    from hybrid.compose.stage_plan import measure_chain
+
+    measured = measure_chain(model, resolved, sample)
+    return () if measured.memory is None else measured.memory.of_stages(chunks)
 
 
 def check_settings(model: Model, value: Mapping[str, Any], *, is_staged: bool) -> None:

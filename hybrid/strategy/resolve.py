@@ -43,7 +43,15 @@ from hybrid.strategy.values import whole
 if TYPE_CHECKING:
     from hybrid.strategy.strategy import DistributedStrategy
 
-__all__ = ["WorkedOut", "amp_settings", "compile_settings", "recompute_settings", "resolve", "work_out"]
+__all__ = [
+    "WorkedOut",
+    "amp_settings",
+    "compile_settings",
+    "recompute_settings",
+    "resolve",
+    "resolved_from",
+    "work_out",
+]
 
 _DEGREE_SETTINGS = frozenset({"pp", "dp_replicate", "shard_size", "cp", "tp", "zero_stage"})
 _BATCH_SETTINGS = frozenset({"micro_batch_size", "accumulate_steps", "global_batch_size"})
@@ -124,6 +132,11 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
     result = work_out(strategy, world_size)
     if result.problems:
         raise StrategyError(result.problems)
+    return resolved_from(result, clipping=_clipping(strategy))
+
+
+def resolved_from(result: WorkedOut, *, clipping: GradientClipping | None) -> ResolvedStrategy:
+    """Of a strategy that is worked out without a problem, for a world size."""
     layout, data_parallel_size = result.layout, result.data_parallel_size
     assert layout is not None and data_parallel_size is not None  # without a problem there is a layout
     value = {name: choice.value for name, choice in result.choices.items()}
@@ -147,7 +160,7 @@ def resolve(strategy: DistributedStrategy, world_size: int) -> ResolvedStrategy:
         micro_batch_size=value["micro_batch_size"],
         accumulate_steps=value["accumulate_steps"],
         global_batch_size=value["global_batch_size"],
-        gradient_clipping=_clipping(strategy),
+        gradient_clipping=clipping,
         loss_reduction=value["loss_reduction"],
         amp=amp_settings(value),
         recompute=recompute_settings(value),
@@ -269,6 +282,7 @@ def pipeline_settings(value: Mapping[str, Any], *, degree: int) -> PipelineSetti
         schedule=value["schedule"],
         virtual_stages=value["virtual_stages"],
         split=value["split"],
+        memory_limit_bytes=value["memory_limit_bytes"],
     )
 
 

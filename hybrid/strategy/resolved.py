@@ -130,6 +130,8 @@ class PipelineSettings:
     """A name, or the text of a schedule of one's own."""
     virtual_stages: int
     split: str | tuple[int, ...] | tuple[str, ...] | None
+    memory_limit_bytes: int | None = None
+    """Of a rank; None for what its device has."""
 
     @property
     def num_chunks(self) -> int:
@@ -139,7 +141,9 @@ class PipelineSettings:
         chunks = f" of {self.virtual_stages} chunks" if self.virtual_stages > 1 else ""
         split = "auto" if self.split is None else self.split
         shown = split if isinstance(split, str) else ", ".join(map(str, split))
-        return f"{self.degree} stages{chunks}, schedule {schedule_name(self.schedule)}, layers {shown}"
+        limit = self.memory_limit_bytes
+        most = "" if limit is None else f", each within {format_bytes(limit)}"
+        return f"{self.degree} stages{chunks}, schedule {schedule_name(self.schedule)}, layers {shown}{most}"
 
     @property
     def placement(self) -> ChunkPlacement:

@@ -155,6 +155,8 @@ class PipelineConfigs(Section):
     split: StageSplit | None = None
     """Which layers each chunk holds: `auto` (balanced), `uniform`, `layer:ClassName`, the number of each, or the first
     layer of each chunk but the first."""
+    memory_limit_bytes: ByteCount | None = None
+    """What a rank may need, at most, where `split` is `auto`; what the device has if not given."""
 
 
 class AmpConfigs(Section):

@@ -12,9 +12,19 @@ from hybrid.contracts.chunk_placement import chunk_rank, chunks_on
 from hybrid.contracts.schedule import Schedule
 from hybrid.contracts.schedule_choice import schedule_name
 from hybrid.contracts.schedule_timing import Timeline, closed_form, time_schedule
+from hybrid.contracts.stage_memory import StageBytes
 from hybrid.errors import StrategyError
-from hybrid.strategy.live_model import Crossing, LayerFacts, Model, check_stages, chunks_of, layers_of, own_stages
-from hybrid.strategy.resolve import WorkedOut
+from hybrid.strategy.live_model import (
+    Crossing,
+    LayerFacts,
+    Model,
+    chain_memory,
+    check_stages,
+    chunks_of,
+    layers_of,
+    own_stages,
+)
+from hybrid.strategy.resolve import WorkedOut, resolved_from
 from hybrid.strategy.resolved import PipelineSettings
 from hybrid.units import format_bytes, format_count
 
@@ -70,6 +80,7 @@ class StageTable:
         units: modules that ZeRO treats as one.
         notes: what else there is to say.
         crossing: of a model that is cut by its own forward, the tensors that cross the cut behind each chunk.
+        memory: what a rank of each stage needs; empty if it is not known.
     """
 
     settings: PipelineSettings
@@ -82,6 +93,7 @@ class StageTable:
     units: tuple[str, ...]
     notes: tuple[str, ...]
     crossing: tuple[tuple[Crossing, ...], ...] = ()
+    memory: tuple[StageBytes, ...] = ()
 
     @property
     def title(self) -> str:
@@ -130,6 +142,15 @@ class StageTable:
         """What is kept, the bubble, ties and notes."""
         if self.timeline is not None:
             yield from self._timing(self.timeline)
+        if self.memory:
+            fullest = max(self.memory, key=lambda stage: stage.total)
+            each = ", ".join(format_bytes(stage.total) for stage in self.memory)
+            yield (
+                f"memory of a rank on each stage: {each}; on stage {fullest.stage} {format_bytes(fullest.state)} of "
+                f"state, {format_bytes(fullest.gradients)} of gradients, {format_bytes(fullest.activations)} of "
+                f"activations, {format_bytes(fullest.working)} while "
+                f"{'the optimizer steps' if fullest.is_step else 'one layer computes'}"
+            )
         for chunk, values in enumerate(self.crossing):
             total = format_bytes(sum(value.num_bytes for value in values))
             shown = "; ".join(_said(value) for value in values[:_MOST_VALUES])
@@ -174,6 +195,7 @@ class StageTable:
                 "ranks": list(self.chunks[stage].ranks),
                 "chunks": list(chunks_on(stage, degree, len(self.chunks), placement)),
                 "in_flight": None if timeline is None else timeline.max_in_flight[stage],
+                "memory_bytes": _memory(self.memory[stage]) if self.memory else None,
                 "bubble_fraction": None if timeline is None else timeline.bubble_fractions[stage],
             }
             for stage in range(degree)
@@ -231,22 +253,32 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
     except StrategyError as error:
         problems += [f"pipeline_configs: {problem}" for problem in error.problems]
     try:
-        own = own_stages(given, wanted, sample=sample)
+        resolved = None
+        if schedule is not None and result.layout is not None and not result.problems:
+            resolved = resolved_from(result, clipping=None)
+        own = own_stages(given, wanted, sample=sample, resolved=resolved)
         # Of a schedule that cannot be the layers may be wrong as well: split them for one that can.
         can_be = replace(wanted, schedule="1f1b" if wanted.virtual_stages == 1 else "interleaved")
-        chunks = own.chunks if own is not None else chunks_of(given, can_be, sample=sample)
+        chunks = own.chunks if own is not None else chunks_of(given, can_be, sample=sample, resolved=resolved)
     except StrategyError as error:
         raise StrategyError([*problems, *error.problems]) from None
     if problems:
         raise StrategyError(problems)
     if own is not None:
-        layers, note = own.layers, ""
+        layers, note, memory = own.layers, "", own.memory
     else:
         check_stages(whole, chunks, num_stages=degree, placement=wanted.placement)
         layers, note = layers_of(whole, sample=sample)
+        memory = () if resolved is None else chain_memory(whole, resolved, chunks, sample=sample)
     notes = [note] if note else []
     if schedule is None:
         notes.append("the number of micro-batches follows from the world size: give it to see what is in flight")
+    is_balanced = getattr(given, "seg_method", wanted.split) in {None, "auto"}
+    if is_balanced and sample is not None and not memory and not result.problems:
+        unknown = "give the world size to see what each stage needs, which decides as well"
+        if resolved is not None:
+            unknown = "what the stages need could not be measured on the sample"
+        notes.append(f"split by time alone: {unknown}")
     rows = tuple(_row(index, layers[c.start : c.stop], wanted, result) for index, c in enumerate(chunks))
     method: Any = getattr(given, "seg_method", wanted.split or "auto")
     recomputes = result.features["recompute"].value and value["recompute_policy"] == "full"
@@ -262,7 +294,18 @@ def stage_table(given: Model, whole: Model, result: WorkedOut, *, sample: Any = 
         units=tuple(dict.fromkeys(_units(layers, chunks, wanted))),
         notes=tuple(notes),
         crossing=own.crossing if own is not None else (),
+        memory=memory,
     )
+
+
+def _memory(stage: StageBytes) -> dict[str, int]:
+    return {
+        "state": stage.state,
+        "gradients": stage.gradients,
+        "activations": stage.activations,
+        "working": stage.working,
+        "total": stage.total,
+    }
 
 
 def _stage_of(chunk: int, settings: PipelineSettings) -> int:

@@ -7,16 +7,19 @@ defaults of the version that reads it (`hybrid explain` shows them all). Keys th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hybrid.contracts.unique_keys import KeyTwiceError, UniqueKeys
 from hybrid.errors import StrategyError
 
 __all__ = ["read_json", "read_text", "read_yaml", "to_yaml", "write_text"]
 
+_MOST_LEVELS = 50
+_TOO_DEEP = f"sections lie within sections more than {_MOST_LEVELS} levels deep, or one holds itself"
 _SUFFIXES = {".json": "json", ".yaml": "yaml", ".yml": "yaml"}
 
 
@@ -27,17 +30,36 @@ def to_yaml(settings: dict[str, Any]) -> str:
 
 def read_json(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
+        return _flat_enough(json.loads(text, object_pairs_hook=_unique))
+    except StrategyError:
+        raise
+    except ValueError as error:  # a JSONDecodeError, or a number with thousands of digits
         raise StrategyError(f"not JSON: {error}") from None
+    except RecursionError:
+        raise StrategyError(_TOO_DEEP) from None
 
 
 def read_yaml(text: str) -> Any:
     try:
-        settings = yaml.load(text, Loader=_UniqueKeys)
+        settings = _flat_enough(yaml.load(text, Loader=UniqueKeys))
+    except KeyTwiceError as error:
+        raise StrategyError(str(error)) from None
     except yaml.YAMLError as error:
         raise StrategyError(f"not YAML: {error}") from None
+    except RecursionError:
+        raise StrategyError(_TOO_DEEP) from None
     return {} if settings is None else settings  # an empty file sets nothing
+
+
+def _flat_enough(settings: Any) -> Any:
+    """The settings; StrategyError if they go deeper than anybody means, or (a YAML anchor) hold themselves."""
+    level: Mapping[int, Any] = {0: [settings]}
+    for _ in range(_MOST_LEVELS + 1):
+        inside = (child for one in level.values() for child in (one.values() if isinstance(one, dict) else one))
+        level = {id(child): child for child in inside if isinstance(child, dict | list)}
+    if level:
+        raise StrategyError(_TOO_DEEP)
+    return settings
 
 
 def read_text(path: Path) -> Any:
@@ -70,16 +92,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise StrategyError(f"{key!r} stands twice: {settings[key]!r} and {value!r}; keep one")
         settings[key] = value
     return settings
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader, but a key that stands twice is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise StrategyError(f"{key!r} stands twice (line {key_node.start_mark.line + 1}); keep one")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)

@@ -55,6 +55,7 @@ __all__ = [
 T = TypeVar("T")
 _MAX_SECONDS = 30 * 24 * 3600.0
 _MAX_LOSS_SCALE = 2.0**127  # of fp32, in which the scale is kept
+_FLOAT_BITS = 1023  # of the largest whole number that is certainly a float as well
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -91,6 +92,8 @@ def _read_number(value: object, *, expected: str) -> int | float:
             number = parse_number(value)
         except (ValueError, OverflowError):
             number = None
+    if isinstance(number, int) and number.bit_length() > _FLOAT_BITS:  # float() raises, and so may str()
+        raise ValueError(f"expected {expected}, got one of more than 300 digits")
     if number is None or math.isnan(number):
         raise ValueError(f"expected {expected}, got {_kind(value)}")
     return number

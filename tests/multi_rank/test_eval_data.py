@@ -63,6 +63,12 @@ def check_mean(layouts: tuple[str, ...], counts: tuple[int, ...]) -> None:
             strategy.accumulate_steps = 2
             model = hybrid.distributed_model(mlp(), strategy=strategy)
             group = hybrid.get_mesh().group("dp_replicate", "dp_shard")
+            # On every rank, though the last stage alone would call them.
+            for wrong, said in (({"accuracy": accuracy}, "got dict; it returns"), (len, "cannot be called with two")):
+                with pytest.raises(
+                    hybrid.BatchError, match=rf"metrics must be a function metrics\(output, labels\).*{said}"
+                ):
+                    hybrid.evaluate(model, [], nn.CrossEntropyLoss(), metrics=wrong)  # type: ignore[arg-type]
             for count in counts:
                 wanted_loss, wanted_accuracy = plain_result(count)
                 # As uneven as can be: contiguous shares of unequal length, the last one of one sample, or none.

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import hybrid
 from hybrid.cli.explain import explain
-from hybrid.compose import pipeline
+from hybrid.compose import stage_plan
 from hybrid.contracts.schedule import make_schedule
 from hybrid.contracts.schedule_timing import time_schedule
 from hybrid.errors import ModelError, StrategyError
@@ -127,11 +127,11 @@ def test_layers_are_cut_as_they_will_be(make: Any, configs: Any, sample: Any) ->
     table = stages(strategy, make(), 2, sample=sample)
     model, resolved = make(), strategy.resolve(2)
     is_auto = getattr(model, "seg_method", resolved.pipeline.split or "auto") == "auto"
-    planned = pipeline.plan_stages(model, resolved, sample=sample if is_auto else None)
+    planned = stage_plan.plan_stages(model, resolved, sample=sample if is_auto else None)
     assert planned is not None
     assert [row.layers for row in table.chunks] == [tuple(map(str, chunk)) for chunk in planned.chunks]
-    whole = pipeline.all_on_meta(model)
-    weights = pipeline._costs(whole, [whole.get_submodule(str(index)) for index in range(7)], sample)
+    whole = stage_plan.all_on_meta(model)
+    weights = stage_plan._costs(whole, [whole.get_submodule(str(index)) for index in range(7)], sample)
     assert [layer.weight for layer in layers_of(whole, sample=sample)[0]] == list(weights)
 
 
@@ -304,7 +304,7 @@ def test_refusals_are_those_of_distributed_model(model: Any, strategy: Any, word
     with pytest.raises((StrategyError, ModelError), match=words) as shown:
         strategy.explain(model(), 8)
     with pytest.raises((StrategyError, ModelError)) as met:
-        pipeline.plan_stages(model(), strategy.resolve(8))
+        stage_plan.plan_stages(model(), strategy.resolve(8))
     assert str(shown.value) == str(met.value)
 
 

@@ -14,10 +14,11 @@ from unittest import mock
 import torch
 
 import hybrid
-from hybrid.compose import own_forward
+from hybrid.compose import own_forward, stage_plan
 from hybrid.compose.model import DistributedModel
 from hybrid.compose.model_plan import plan_model
 from hybrid.compose.optimizer_fit import OptimizerPlace, need_of, refusal
+from hybrid.compose.stage_memory import Measured
 from hybrid.contracts.schedule import SCHEDULE_NAMES
 from hybrid.sharding.offload import check_host_update
 from tests.support.models import BLOCK, MODELS, made
@@ -139,7 +140,11 @@ def refusals(choice: Choice) -> tuple[Floor | None, tuple[str, ...]]:
         return None, ()
     resolved = strategy.resolve(WORLD_SIZE)
     model, sample = made(choice.get(MODEL, next(iter(MODELS))))
-    with mock.patch.object(own_forward, "plan_own_forward", _plan_once), torch.random.fork_rng(devices=[]):
+    with (
+        mock.patch.object(own_forward, "plan_own_forward", _plan_once),
+        mock.patch.object(stage_plan, "measure_layers", _unmeasured),
+        torch.random.fork_rng(devices=[]),
+    ):
         try:
             plan = plan_model(model, resolved, wrapper=DistributedModel, sample=sample)
         except hybrid.HybridError as error:
@@ -175,6 +180,11 @@ def _plan_once(model: torch.nn.Module, sample: Any, *, num_chunks: int, split: A
     if isinstance(_plans[key], hybrid.HybridError):
         raise _plans[key]
     return _plans[key]
+
+
+def _unmeasured(*_: Any, **__: Any) -> Measured:
+    """What stages need refuses nothing as long as no limit is given."""
+    return Measured(memory=None)
 
 
 def _fields(place: OptimizerPlace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hybrid.strategy.importing import accelerate_fsdp, deepspeed
 from hybrid.strategy.importing.draft import Draft
 from hybrid.strategy.importing.given import merged
 from hybrid.strategy.importing.key_table import key_table
-from hybrid.strategy.importing.walk import is_auto, open_auto, read_keys
+from hybrid.strategy.importing.walk import is_auto, open_auto, read_keys, read_value
 from hybrid.strategy.text_form import read_text
 
 __all__ = ["convert", "own_given"]
@@ -50,7 +50,7 @@ def convert(config: Mapping[str, Any], draft: Draft, *, folder: Path | None, giv
         folder: of the file, for the path of a DeepSpeed configuration in it.
         given: values for that configuration.
     """
-    kind = config.get("distributed_type", "FSDP" if config.get("fsdp_config") else "NO")
+    kind = _kind(config)
     gates: dict[str, tuple[str, Callable[[Any], bool]]] = {
         section: (f"distributed_type {needed}", lambda _, needed=needed: kind == needed)  # type: ignore[misc]
         for section, needed in _SECTIONS.items()
@@ -59,10 +59,10 @@ def convert(config: Mapping[str, Any], draft: Draft, *, folder: Path | None, giv
     for path in [path for path, value in values.items() if is_auto(value) and path not in _TO_DEEPSPEED]:
         open_auto(draft, path)
         del values[path]
-    kind = values.pop("distributed_type", "FSDP" if config.get("fsdp_config") else "NO")
+    is_said = values.pop("distributed_type", None) is not None
     if kind in _TPU:
         draft.refuse("distributed_type", kind, "TPUs are not supported")
-    elif "distributed_type" in config:
+    elif is_said:
         draft.note("distributed_type", kind, "mapped", sentence=_KINDS.get(kind, "plain data parallel"))
     _launch(values, draft)
     precision = _precision(values, draft)
@@ -82,6 +82,19 @@ def convert(config: Mapping[str, Any], draft: Draft, *, folder: Path | None, giv
     _megatron(values, draft)
     _dynamo(values, draft)
     assert not values, f"keys without a converter: {sorted(values)}"
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """Which section counts; a word that is none of the known ones is reported with the other values."""
+    word = config.get("distributed_type")
+    if word is None:
+        return "FSDP" if config.get("fsdp_config") else "NO"
+    row = key_table("accelerate").row("distributed_type")
+    assert row is not None
+    try:
+        return str(read_value(row.type, word))
+    except ValueError:
+        return str(word)
 
 
 _KINDS = {
@@ -169,15 +182,17 @@ def _deepspeed(
             continue
         said[target] = value
         draft.note(key, value, "mapped", target=target)
-    whole, problems, added = merged(
-        inside,
-        {**said, **given},
-        table=key_table("deepspeed"),
-        arguments=deepspeed.TRAINER_ARGUMENTS,
-        source=name or draft.source,
-    )
-    draft.problems.extend(problems)
-    draft.added.extend(path for path in added if path not in said)
+    whole: dict[str, Any] = dict(inside)
+    for values_beside, source in ((said, name or draft.source), (given, draft.source)):
+        whole, problems, added = merged(
+            whole,
+            values_beside,
+            table=key_table("deepspeed"),
+            arguments=deepspeed.TRAINER_ARGUMENTS,
+            source=source,
+        )
+        draft.problems.extend(problems)
+    draft.added.extend(added)
     deepspeed.convert(whole, draft)
 
 

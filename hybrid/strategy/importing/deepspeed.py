@@ -49,7 +49,7 @@ TRAINER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 def convert(config: Mapping[str, Any], draft: Draft) -> None:
     """All keys of a configuration into the draft."""
-    values = read_keys(key_table("deepspeed"), _settled(config), draft, gates=_GATES)
+    values = read_keys(key_table("deepspeed"), _settled(_with_one_bf16(config, draft)), draft, gates=_GATES)
     values = {path: value for path, value in values.items() if not _left_open(path, value, draft)}
     for section, (switch, _) in _GATES.items():  # of a section that may be on or off nothing can be said
         if switch not in values:
@@ -86,9 +86,28 @@ _EXAMPLES = {
 }
 
 
+def _with_one_bf16(config: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
+    """`bfloat16` is the older name of the section `bf16`; a problem where both stand and differ."""
+    older, newer = config.get("bfloat16"), config.get("bf16")
+    both = newer
+    if older is not None and newer is None:
+        both = older
+    elif isinstance(older, Mapping) and isinstance(newer, Mapping):
+        both = {**older, **{key: value for key, value in newer.items() if not is_auto(value) or key not in older}}
+        draft.problems += [
+            f"bf16.{key} = {both[key]!r}, but bfloat16.{key} = {value!r}: two names of one section; keep bf16"
+            for key, value in older.items()
+            if not is_auto(value) and value != both[key]
+        ]
+    elif older is not None:
+        draft.problems.append(f"bfloat16 = {older!r} beside bf16 = {newer!r}: two names of one section; keep bf16")
+    one = {("bf16" if key == "bfloat16" else key): value for key, value in config.items()}
+    return {**one, "bf16": both} if "bf16" in one else one
+
+
 def _settled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The older name of bf16; and of two kinds of precision that are open, the one that the other excludes."""
-    settled = {("bf16" if key == "bfloat16" else key): value for key, value in config.items()}
+    """Of two kinds of precision that are open, the one that the other excludes is off."""
+    settled = dict(config)
     for this, other in (("fp16", "bf16"), ("bf16", "fp16")):
         mine, others = settled.get(this), settled.get(other)
         if isinstance(mine, Mapping) and isinstance(others, Mapping) and is_auto(mine.get("enabled", AUTO)):

@@ -59,6 +59,13 @@ _STAGES = {
 
 
 def _offload(values: dict[str, Any], draft: Draft, stage: int) -> None:
+    for older, newer in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        old, new = values.get(f"{_ZERO}.{older}"), values.get(f"{_ZERO}.{newer}.device")
+        if old is not None and new is not None and old != (new != "none"):
+            draft.problems.append(
+                f"{_ZERO}.{older} = {str(old).lower()}, but {_ZERO}.{newer}.device = {new!r}: two names of one "
+                f"setting; keep {newer}"
+            )
     asked = {}
     for path, ours in (
         (f"{_ZERO}.cpu_offload", "optimizer"),

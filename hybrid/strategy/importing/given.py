@@ -21,7 +21,7 @@ def parse_given(text: str) -> tuple[str, Any]:
         raise StrategyError(f"--set {text}: expected KEY=VALUE, such as train_micro_batch_size_per_gpu=4")
     try:
         return key.strip(), json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key.strip(), value
 
 

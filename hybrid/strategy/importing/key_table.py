@@ -74,7 +74,7 @@ class KeyTable:
         """One sentence about a key that stands nowhere here: what was probably meant."""
         leaf = path.rpartition(".")[2]
         guess = closest(leaf, self.siblings(path))
-        homes = self.homes(leaf)
+        homes = [*self.homes(leaf), *self._sections(leaf)]
         if homes and guess is not None:
             return f"{path}: unknown key; did you mean {guess!r}, or {' or '.join(homes)}?"
         if homes:
@@ -85,8 +85,15 @@ class KeyTable:
         if elsewhere is not None:
             return f"{path}: unknown key; did you mean {' or '.join(self.homes(elsewhere))}?"
         known = self.siblings(path)
+        if not known:
+            return f"{path}: unknown key; {path.rpartition('.')[0]} is a value, not a section"
         more = ", ..." if len(known) > _MOST_LISTED else ""
         return f"{path}: unknown key; known beside it: {', '.join(known[:_MOST_LISTED])}{more}"
+
+    def _sections(self, leaf: str) -> list[str]:
+        """All sections of this name."""
+        found = (f".{name}".partition(f".{leaf}.") for name in self.rows)
+        return list(dict.fromkeys(f"{before}.{leaf}".removeprefix(".") for before, match, _ in found if match))
 
     def _leaves(self) -> Iterable[str]:
         return {name.rpartition(".")[2] for name in self.rows} - {"*"}

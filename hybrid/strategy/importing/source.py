@@ -82,7 +82,7 @@ def _format_of(config: Mapping[str, Any], where: str) -> str:
         keys = ", ".join(map(str, list(config)[:6]))
         raise StrategyError(
             f"{where}of no known format: of its keys ({keys}{', ...' if len(config) > 6 else ''}) none is one of "
-            f"{_LOOKED_FOR}"
+            f"{_LOOKED_FOR}{_slips(config)}"
         )
     if len(winners) > 1:
         raise StrategyError(
@@ -110,3 +110,22 @@ def _known_to(kind: type[Settings], key: object, value: Any) -> int:
         return 0
     is_section = kind.section_type(kind.ALIASES.get(word, word)) is not None
     return 2 if word == "gradient_clipping" else 1 + (isinstance(value, Mapping) == is_section)
+
+
+def _slips(config: Mapping[str, Any]) -> str:
+    """What was probably meant where no key is known, but some are nearly: other cases, dashes, misspelt."""
+    tables = [key_table(name) for name in ("deepspeed", "accelerate")]
+    known = {
+        *(path.partition(".")[0] for table in tables for path in table.rows),
+        *DistributedStrategy.all_keys(),
+        *HybridConfigs.all_keys(),
+    }
+    told = []
+    for word in map(str, list(config)[:6]):
+        homes = [home for table in tables for home in table.homes(word) or table.homes(f"fsdp_{word}")]
+        guess = closest(word, sorted(known))
+        if homes:
+            told.append(f"{word!r} belongs at {' or '.join(homes[:3])}")
+        elif guess is not None:
+            told.append(f"for {word!r} did you mean {guess!r}?")
+    return f"; {', '.join(told)}" if told else ""

@@ -29,6 +29,13 @@ def leaves(table: KeyTable, config: Mapping[Any, Any], draft: Draft, prefix: str
     """Path and value of every key; what is unknown or no section where one must be is a problem."""
     for key, value in config.items():
         path = f"{prefix}.{key}" if prefix else f"{key}"
+        if "." in str(key):  # it could stand in its section as well, and one of them would be passed over
+            section, _, leaf = path.rpartition(".")
+            known = table.row(path) is not None or table.is_section(path)
+            draft.problems.append(
+                f"{path}: a key with a dot; write {leaf!r} into the section {section}" if known else table.unknown(path)
+            )
+            continue
         row = table.row(path)
         whole = row is not None and (row.type == "dict" or not table.is_section(path))
         if whole and not (value and isinstance(value, Mapping) and table.is_section(path)):
