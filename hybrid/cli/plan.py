@@ -97,6 +97,10 @@ def plan(
         str | None,
         typer.Option("--memory", metavar="70GiB", help="Of a device, if not all of it is to be used."),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option("--host-memory", metavar="1TB", help="Of one host, for offload.", show_default=False),
+    ] = None,
     best: Annotated[
         int | None,
         typer.Option("--best", metavar="N", help=f"Layouts to show.  [default: {_BEST}]", show_default=False),
@@ -166,7 +170,8 @@ def plan(
             fixed=fix,
             include_unbuilt=everything,
             risk=risk,
-            memory_bytes=None if memory is None else _bytes(memory),
+            memory_bytes=None if memory is None else _bytes(memory, "--memory"),
+            host_memory_bytes=None if host_memory is None else _bytes(host_memory, "--host-memory"),
             num_plans=_BEST if best is None else best,
             use_measurements=measurements,
         )
@@ -268,11 +273,11 @@ def _save(plans: Plans, out: Path) -> None:
         raise PlanError(f"--out {out}: {error.strerror or error}") from None
 
 
-def _bytes(text: str) -> int:
+def _bytes(text: str, option: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise PlanError(f"--memory: {error}") from None
+        raise PlanError(f"{option}: {error}") from None
 
 
 @contextmanager
@@ -299,6 +304,7 @@ def _print_why(request: Request, text: str, console: Console, *, json_output: bo
         is_all=request.is_all,
         risk=request.risk,
         memory_bytes=request.memory_bytes,
+        host_memory_bytes=request.host_memory_bytes,
         num_plans=request.num_plans,
     )
     reasons = contradictions(asked)

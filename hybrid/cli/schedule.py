@@ -27,6 +27,7 @@ __all__ = ["schedule"]
 DEFAULT_SCHEDULE = "1f1b"
 NO_NAME = "-"  # of a file that says none
 DEFAULT_FORWARD, DEFAULT_BACKWARD = "1", "2"  # seconds
+_MOST_ACTIONS = 1_000_000  # about half a minute
 
 
 def schedule(
@@ -151,6 +152,12 @@ def _chosen(
         ]
         if stages is None or micro_batches is None:
             raise StrategyError([f"{line}; or give --file" for line in missing])
+        num_actions = 2 * stages * micro_batches * (virtual_stages or 1)
+        if stages > 0 and micro_batches > 0 and num_actions > _MOST_ACTIONS:
+            raise StrategyError(
+                f"--stages {stages} and --micro-batches {micro_batches} are {num_actions:,} actions, and at most "
+                f"{_MOST_ACTIONS:,} are timed; give less of either"
+            )
         return make_schedule(
             DEFAULT_SCHEDULE if name is None else name,
             num_stages=stages,

@@ -9,7 +9,7 @@ from hybrid.contracts.cluster import parse_cluster
 from hybrid.dry.result import Difference, RankDryRun, Traffic
 from hybrid.planner.axis_bytes import axis_bytes
 from hybrid.planner.job import Candidate, Job, OptimizerSpec, Precision
-from hybrid.planner.memory import Point, memory
+from hybrid.planner.memory import Point, StageMemory, memory
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.stages import stage_ranges
 from hybrid.strategy import ResolvedStrategy
@@ -83,7 +83,7 @@ def candidate_of(resolved: ResolvedStrategy, *, size: int, split: Sequence[int] 
         grad_reduce="every_micro_batch" if resolved.grad_reduce == "every_micro_batch" else "last_micro_batch",
         reshard_after=resolved.reshard_after,
         is_overlapped=resolved.overlap_comm,
-        is_offloaded=resolved.offload != "none",
+        offload=resolved.offload,
     )
 
 
@@ -131,7 +131,13 @@ def compare(
         if kinds is not None:
             if resolved.zero_stage == 3:  # what is gathered is counted apart
                 kinds = {**kinds, "parameters": found.bytes_by_point["after_wrap"].get("parameters", 0)}
-            figures += _state(point, planned.at_point(name), kinds, is_offloaded=candidate.is_offloaded)
+            at_point = planned.at_point(name)
+            if candidate.dp_shard == 1 and not (candidate.is_offloaded and point == "after_backward"):
+                # What a rank owns alone is whole and a shard.
+                kinds, at_point = _as_whole(kinds), _as_whole(at_point)
+            figures += _state(point, at_point, kinds, is_offloaded=candidate.is_offloaded)
+            if candidate.is_offloaded and point == "after_step":
+                figures += _on_host(planned, kinds)
     if resolved.zero_stage == 3:
         gathered = planned.at_point("backward")["gathered_units"]
         figures.append(Difference(what="gathered units", planned=gathered, found=found.gathered_bytes))
@@ -155,6 +161,20 @@ def _state(
         there = sum(kinds.get(kind, 0) for kind in held)
         if there or planned.get(name, 0):
             yield Difference(what=f"{name}, {point}", planned=planned.get(name, 0), found=there)
+
+
+def _as_whole(kinds: Mapping[str, int]) -> Mapping[str, int]:
+    gradients = kinds.get("gradients", 0) + kinds.get("gradient_shards", 0)
+    return {**kinds, "gradients": gradients, "gradient_shards": 0}
+
+
+def _on_host(planned: StageMemory, kinds: Mapping[str, int]) -> Iterator[Difference]:
+    """What stays in host memory from step to step; mirrors of parameters are no kind of a dry run."""
+    held = {"masters": "masters", "optimizer_state": "optimizer_state", "parameters": "parameter_shards"}
+    for name, kind in held.items():
+        there, said = kinds.get(f"host_{kind}", 0), planned.host_parts.get(name, 0)
+        if there or said:
+            yield Difference(what=f"{name} on the host, after_step", planned=said, found=there)
 
 
 def _by_axis(traffic: Sequence[Traffic]) -> dict[str, tuple[int, int]]:
@@ -194,8 +214,6 @@ def _not_compared(resolved: ResolvedStrategy) -> str:
     what = ""
     if isinstance(resolved.grad_reduce, int):
         what = f"grad_reduce = {resolved.grad_reduce}"
-    elif resolved.offload == "parameters":
-        what = "offload = 'parameters'"
     elif resolved.units is not None:
         what = "units of one's own"
     elif resolved.amp is not None and resolved.amp.custom_fp32:

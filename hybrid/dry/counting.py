@@ -40,10 +40,11 @@ def state_bytes(model: nn.Module, runtime: Runtime) -> Mapping[str, int]:
         add("parameter_shards", bucket.cut)
         add("masters", bucket.master)
         add("gradients", bucket.local)
-        add("gradient_shards" if is_cut else "gradients", bucket.raw, bucket.settled)
-    if host is not None and (moved := engine.host_bytes()[1]):
-        sizes["gradient_shards"] -= moved
-        sizes["host_gradient_shards"] = moved
+        kind = "gradient_shards" if is_cut else "gradients"
+        add(kind, bucket.raw, bucket.settled)
+        if moved := bucket.host_bytes()[1]:
+            sizes[kind] -= moved
+            sizes["host_gradient_shards"] = sizes.get("host_gradient_shards", 0) + moved
     add("parameters", *(parameter for fqn, parameter in engine.parameters.items() if fqn not in inside))
     # One element stands for each gradient (`GradientHandle`).
     sizes["bookkeeping"] = sizes.get("bookkeeping", 0) + sum(

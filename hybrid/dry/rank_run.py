@@ -18,18 +18,23 @@ from hybrid.collectives.ranges import get_listener, set_listener
 from hybrid.collectives.trace import Recording, trace
 from hybrid.compose.model import distributed_model
 from hybrid.compose.optimizer import distributed_optimizer
+from hybrid.compose.own_forward import inputs_and_labels
 from hybrid.compose.runtime import Runtime
+from hybrid.compose.tensor_parallel import plan_for
 from hybrid.dry.batch import Batch, stand_in_loss
 from hybrid.dry.counting import StepWatch, state_bytes
 from hybrid.dry.crossings import Crossings, find_crossings
+from hybrid.dry.passed_types import passed_types, with_passed_types
 from hybrid.dry.result import LocalParameter, RankDryRun, Traffic
 from hybrid.dry.values import Untouched, without_values
 from hybrid.dry.world import DryMesh, alone
 from hybrid.pipeline.layers import PipelineLayer, is_chain
+from hybrid.planner.model_spec import ModelSpec
+from hybrid.precision.casting import cast_buffers
 from hybrid.sharding.units import plan_units
 from hybrid.strategy import DistributedStrategy, ResolvedStrategy
 
-__all__ = ["DryJob", "RankRun", "run_rank"]
+__all__ = ["DryJob", "RankRun", "passing", "run_rank"]
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -97,6 +102,21 @@ def run_rank(job: DryJob, rank: int) -> RankRun:
         set_inbox(None)
     seconds = time.perf_counter() - started
     return replace(run, found=replace(run.found, seconds=seconds))
+
+
+def passing(job: DryJob, spec: ModelSpec) -> ModelSpec:
+    """The planner's description, with the types in which values go from layer to layer under autocast."""
+    amp, resolved = job.resolved.amp, job.resolved
+    if amp is None or amp.level != "O1" or (resolved.tensor_parallel is None and resolved.pipeline is None):
+        return spec
+    with _values() as values:
+        model, sample = _hollow(job, values)
+        planned = plan_for(model, resolved)
+        if amp.buffer_dtype != "float32":
+            cast_buffers(model, dtype=getattr(torch, amp.buffer_dtype), custom_fp32=amp.custom_fp32)
+        (args, kwargs), _ = inputs_and_labels((job.make_batch(sample).sample, None), has_loss_fn=True)
+        types = passed_types(model, args, kwargs, dtype=getattr(torch, amp.dtype))
+    return with_passed_types(spec, types, None if planned is None else planned.plan)
 
 
 def _cross(job: DryJob, tp: int) -> Crossings:

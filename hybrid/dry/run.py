@@ -13,7 +13,7 @@ from hybrid.compose.own_forward import keeping_plans
 from hybrid.dry.batch import make_batch
 from hybrid.dry.comparison import compare, job_of, with_comparison
 from hybrid.dry.models import DryModel, dry_model
-from hybrid.dry.rank_run import DryJob, RankRun, run_rank
+from hybrid.dry.rank_run import DryJob, RankRun, passing, run_rank
 from hybrid.dry.result import DryRun, RankDryRun
 from hybrid.errors import StrategyError
 from hybrid.planner.job import OptimizerSpec
@@ -109,6 +109,8 @@ def dryrun(
                 runs.append(run_rank(job, rank))
                 if progress is not None:
                     progress(number + 1, len(asked))
+        if described.spec is not None and spec is not None:
+            described = replace(described, spec=passing(job, described.spec))
     return DryRun(
         world_size=world_size,
         layout=resolved.layout.describe(),

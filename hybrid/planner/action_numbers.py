@@ -6,18 +6,37 @@ does with them. A test compares these numbers with the lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from hybrid.contracts.schedule import ActionKind, make_schedule
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["WEIGHTS", "Alternation", "alternation", "gathers_of_runs", "rank_orders"]
+from hybrid.contracts.schedule import v_parts
+
+__all__ = [
+    "WEIGHTS",
+    "Alternation",
+    "Step",
+    "Steps",
+    "alternation",
+    "gathers_of_runs",
+    "rank_orders",
+    "runs_of_chunks",
+    "split_steps",
+]
 
 WEIGHTS = 2
 Step = tuple[int, int, int]
-"""(which of the rank's chunks, kind, micro-batch). Kind: True a forward, False a backward or half I, `WEIGHTS` W."""
+"""(which of the rank's chunks, kind, micro-batch). Kind: 1 a forward, 0 a backward or half I, `WEIGHTS` W."""
+
+Steps = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
+"""Many steps, column by column."""
+
+_KINDS = np.array([1, 0, WEIGHTS], np.int32)
+_WORDS = MappingProxyType({"Fd": 0, "Id": 1, "Wd": 2, "Fu": 3, "Iu": 4, "Wu": 5})
 
 # Forwards before the first backward of a rank, where forwards and backwards alternate from then on.
 _WARMUPS: Mapping[str, Callable[[int, int, int, int], int]] = MappingProxyType(
@@ -64,10 +83,8 @@ def rank_orders(name: str, p: int, m: int, v: int) -> list[list[Step]]:
     """What each rank runs, in order."""
     found = alternation(name, p, m, v)
     if found is None:
-        schedule = make_schedule(name, num_stages=p, num_micro_batches=m, virtual_stages=v)
         return [
-            [(action.chunk // p, _kind(action.kind), action.micro_batch) for action in order]
-            for order in schedule.actions
+            list(zip(*(column.tolist() for column in split_steps(name, p, m, rank)), strict=True)) for rank in range(p)
         ]
     orders = []
     size = len(found.forwards)
@@ -77,6 +94,33 @@ def rank_orders(name: str, p: int, m: int, v: int) -> list[list[Step]]:
         order[warmup + 1 : 2 * size - warmup : 2] = found.backwards[: size - warmup]
         orders.append(order)
     return orders
+
+
+def split_steps(name: str, p: int, m: int, rank: int) -> Steps:
+    """What a rank runs, in order, under a schedule that splits each backward."""
+    words = _words_v(p, m, rank) if name == "zbv" else _words_h1(p, m, rank)
+    place = np.zeros(len(words), np.int32)
+    for word in range(6):  # a word is said for one micro-batch after the other
+        own = words == word
+        place[own] = np.arange(np.count_nonzero(own))
+    is_there = place < m
+    words, place = words[is_there], place[is_there]
+    return words // 3, _KINDS[words % 3], place
+
+
+def _words_h1(p: int, m: int, rank: int) -> NDArray[np.int32]:
+    """3 · (which chunk) + (0 F, 1 I, 2 W), as `contracts/schedule.py` has them."""
+    warmup = min(p - 1 - rank, m)
+    rounds = np.tile(np.array([0, 1, 2], np.int32), (m, 1))
+    is_there = np.ones_like(rounds, bool)
+    is_there[m - warmup :, 0] = False
+    is_there[:rank, 2] = False
+    return np.concatenate([np.zeros(warmup, np.int32), rounds[is_there], np.full(min(rank, m), 2, np.int32)])
+
+
+def _words_v(p: int, m: int, rank: int) -> NDArray[np.int32]:
+    parts = v_parts(rank, num_stages=p, num_micro_batches=m)
+    return np.array([_WORDS[word] for repeats, words in parts for word in words.split() * repeats], np.int32)
 
 
 @lru_cache(maxsize=1024)
@@ -97,20 +141,45 @@ def gathers_of_runs(name: str, p: int, m: int, v: int) -> tuple[float, float]:
     return counts[0] / (m * p * v), counts[1] / (m * p * v)
 
 
+def runs_of_chunks(name: str, p: int, m: int, v: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Of each rank, for each of its chunks: runs of steps on it that begin with a forward, and with a backward.
+
+    W reads no parameters; one of another chunk than the step before it lets go of what is there.
+    """
+    if v == 1:
+        yield from (((1, 0),),) * p
+        return
+    for turns, kinds in _turns_and_kinds(name, p, m, v):
+        is_read = kinds != WEIGHTS
+        of_last = turns[is_read][np.maximum(np.cumsum(is_read) - 1, 0)]
+        left = np.cumsum(~is_read & (turns != of_last))[is_read]
+        own, kind = turns[is_read], kinds[is_read]
+        begins = np.ones(len(own), bool)
+        begins[1:] = (own[1:] != own[:-1]) | (left[1:] != left[:-1])
+        forwards, backwards = (np.bincount(own[begins & (kind == which)], minlength=v) for which in (1, 0))
+        yield tuple(zip(forwards.tolist(), backwards.tolist(), strict=True))
+
+
 def _runs(name: str, p: int, m: int, v: int) -> tuple[float, float]:
-    """Runs of all ranks on one chunk that begin with a forward, and with a backward; W reads no parameters."""
-    forwards = backwards = 0
-    for order in rank_orders(name, p, m, v):
-        last = -1
-        for turn, kind, _ in order:
-            if turn == last:
-                continue
-            last = -1 if kind == WEIGHTS else turn
-            if kind != WEIGHTS:
-                forwards += bool(kind)
-                backwards += not kind
-    return forwards, backwards
+    """Of all ranks and chunks together."""
+    forwards, backwards = zip(*(one for rank in runs_of_chunks(name, p, m, v) for one in rank), strict=True)
+    return sum(forwards), sum(backwards)
 
 
-def _kind(kind: ActionKind) -> int:
-    return WEIGHTS if kind is ActionKind.W else kind is ActionKind.F
+def _turns_and_kinds(name: str, p: int, m: int, v: int) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+    """Of each rank, in the order of its steps."""
+    found = alternation(name, p, m, v)
+    if found is None:
+        yield from (split_steps(name, p, m, rank)[:2] for rank in range(p))
+        return
+    forwards, backwards = (
+        np.array([turn for turn, _, _ in steps], np.int32) for steps in (found.forwards, found.backwards)
+    )
+    size = len(forwards)
+    is_forward = np.repeat(np.array([1, 0], np.int32), size)
+    for warmup in found.warmups:
+        turns, kinds = np.concatenate([forwards, backwards]), is_forward.copy()
+        turns[warmup : 2 * size - warmup : 2], kinds[warmup : 2 * size - warmup : 2] = forwards[warmup:], 1
+        turns[warmup + 1 : 2 * size - warmup : 2] = backwards[: size - warmup]
+        kinds[warmup + 1 : 2 * size - warmup : 2] = 0
+        yield turns, kinds

@@ -8,12 +8,14 @@ dp      gradients and parameters, by the stage of ZeRO
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hybrid.contracts.partition import shard_elements
+from hybrid.contracts.schedule import Schedule
 from hybrid.contracts.schedule_choice import choose_schedule
 from hybrid.contracts.schedule_transfers import transfers
+from hybrid.planner.action_numbers import runs_of_chunks
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory_state import StateBytes, StateTable, num_shards
 from hybrid.planner.model_spec import UnitSpec
@@ -40,10 +42,10 @@ def axis_bytes(job: Job, candidate: Candidate) -> tuple[Mapping[str, float], ...
         virtual_stages=candidate.virtual_stages,
     )
     chunks = stage_units(job, candidate)
-    states = StateTable(job).of_ranks(stage_ranges(job, candidate), candidate, None)
-    crossing = candidate.micro_batch_size * job.seq * job.model.hidden * job.precision.activation
-    if candidate.sequence_parallel:
-        crossing //= candidate.tp
+    table, ranges = StateTable(job), stage_ranges(job, candidate)
+    states = table.of_ranks(ranges, candidate, None)
+    runs = _gathered_by_runs(table.of_chunks(ranges, candidate), candidate, schedule)
+    crossing = [_crossing_bytes(units[0], job, candidate) for units in chunks]
     tied = tuple(_tied_elements(chunks, candidate))
     found = []
     for rank, state in enumerate(states):
@@ -51,11 +53,15 @@ def axis_bytes(job: Job, candidate: Candidate) -> tuple[Mapping[str, float], ...
         for chunk, units in enumerate(chunks):
             if schedule.rank_of(chunk) == rank:
                 sent["tp"] += candidate.num_micro_batches * sum(_tensor_bytes(unit, job, candidate) for unit in units)
-        sent["pp"] = crossing * sum(one.send is not None for one in transfers(schedule)[rank])
+        messages = (one.send for one in transfers(schedule)[rank])
+        # A value and its gradient are as wide: that which goes into the later of the two chunks.
+        sent["pp"] = sum(crossing[max(one.source_chunk, one.target_chunk)] for one in messages if one is not None)
         shards = num_shards(candidate)[0]
         first, last = schedule.rank_of(0), schedule.rank_of(len(chunks) - 1)
         sent["dp"] = _state_bytes(state, job, candidate, shards=shards)
-        if candidate.reshard_after != "run":
+        if candidate.zero_stage == 3 and candidate.reshard_after == "run":
+            sent["dp"] += runs[rank] * (shards - 1)
+        else:  # in time: `data_parallel.state_seconds`
             sent["dp"] += candidate.num_micro_batches * state.gathered_again * (shards - 1) / shards
         if tied and first != last and rank in {first, last}:
             # The two stages sum their shards, at stages 1 to 3 together with the replicas.
@@ -67,6 +73,22 @@ def axis_bytes(job: Job, candidate: Candidate) -> tuple[Mapping[str, float], ...
     return tuple(found)
 
 
+def _crossing_bytes(first: UnitSpec, job: Job, candidate: Candidate) -> int:
+    """Of one micro-batch, into the chunk that begins with this unit."""
+    width = job.precision.activation if first.sent is None else first.sent.between
+    parts = candidate.tp if candidate.sequence_parallel else 1
+    return candidate.micro_batch_size * job.seq * job.model.hidden * width // parts
+
+
+def _gathered_by_runs(of_chunks: Sequence[StateBytes], candidate: Candidate, schedule: Schedule) -> list[int]:
+    """Bytes of own shards of each rank, as often as runs of micro-batches have them gathered: once for each run."""
+    counts = runs_of_chunks(schedule.name, candidate.pp, candidate.num_micro_batches, len(of_chunks) // candidate.pp)
+    return [
+        sum(sum(runs) * of_chunks[chunk].parameters for chunk, runs in zip(schedule.chunks_of(rank), own, strict=True))
+        for rank, own in enumerate(counts)
+    ]
+
+
 def _state_bytes(state: StateBytes, job: Job, candidate: Candidate, *, shards: int) -> float:
     """Gradients and parameters, those that tp ranks sum and those of another type by themselves."""
     precision = job.precision
@@ -76,11 +98,17 @@ def _state_bytes(state: StateBytes, job: Job, candidate: Candidate, *, shards: i
         reduce=precision.norm if precision.reduce == precision.gradient else precision.reduce,
     )
     apart = sum(elements for _, elements in state.apart)
-    sent = sum(state_bytes((state.own_elements - apart) * shards, precision, candidate).values())
+    sent = _without_runs(state_bytes((state.own_elements - apart) * shards, precision, candidate), candidate)
     for (tp_ranks, is_norm), elements in state.apart:
         of_its_type = norms if is_norm else precision
-        sent += sum(state_bytes(elements * shards, of_its_type, candidate, tp_ranks=tp_ranks).values())
+        sent += _without_runs(state_bytes(elements * shards, of_its_type, candidate, tp_ranks=tp_ranks), candidate)
     return sent
+
+
+def _without_runs(sent: Mapping[str, float], candidate: Candidate) -> float:
+    """What runs of micro-batches gather is counted chunk by chunk."""
+    is_run = candidate.zero_stage == 3 and candidate.reshard_after == "run"
+    return sum(size for name, size in sent.items() if not (is_run and name == "gather"))
 
 
 def _tensor_bytes(unit: UnitSpec, job: Job, candidate: Candidate) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.planner.constraints import Problem, batch_problems, not_built, shape_problems, state_problems
@@ -48,7 +49,7 @@ class Tally:
         return tuple(Rejection(rule=rule, count=count, text=self.texts[rule]) for rule, count in ordered)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """A base in the queue, with the least that it can take: by the work of its units, then of its chunks, then by its
     schedule."""
@@ -57,11 +58,18 @@ class Entry:
     base: Candidate
     has_chunks: bool = False
     is_played: bool = False
+    _label: str = ""
+
+    @property
+    def label(self) -> str:
+        """Of the base: many bases have the same bound, and are ordered by it."""
+        self._label = self._label or self.base.label
+        return self._label
 
     def __lt__(self, other: Entry) -> bool:
         if self.bound_seconds != other.bound_seconds:
             return self.bound_seconds < other.bound_seconds
-        return (self.base.label, self.is_played) < (other.base.label, other.is_played)
+        return (self.label, self.is_played) < (other.label, other.is_played)
 
 
 class SmallestFailing:
@@ -71,11 +79,11 @@ class SmallestFailing:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[Candidate, dict[Recompute, int]] = {}
+        self._sizes: dict[tuple[object, ...], dict[Recompute, int]] = {}
 
     def fails(self, base: Candidate) -> bool:
-        sizes = self._sizes.get(_without_batch(base), {})
-        return any(
+        sizes = self._sizes.get(_without_batch(base))
+        return sizes is not None and any(
             base.micro_batch_size >= size and _KEEPS[base.recompute] >= _KEEPS[policy] for policy, size in sizes.items()
         )
 
@@ -88,9 +96,9 @@ class SmallestFailing:
 _KEEPS: dict[Recompute, int] = {"full": 0, "selective": 1, "core_attention": 2, "none": 3}
 
 
-def _without_batch(base: Candidate) -> Candidate:
-    # The number of micro-batches in flight depends on it only where there are fewer of them than stages.
-    return replace(base, micro_batch_size=1, num_micro_batches=1, recompute="none")
+# The number of micro-batches in flight depends on the batch only where there are fewer of them than stages.
+_BATCH = {"micro_batch_size", "num_micro_batches", "recompute"}
+_without_batch = attrgetter(*(item.name for item in fields(Candidate) if item.name not in _BATCH))
 
 
 def queue_of(request: Request, tally: Tally) -> tuple[int, list[Entry]]:

@@ -18,12 +18,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from typing import Literal
 
-import yaml
-
 from hybrid.contracts.cluster import Cluster, GroupLinks
+from hybrid.planner.data_file import read_data_file
 from hybrid.planner.measured import MeasuredCollective, MeasuredCollectives
 from hybrid.planner.software import Software
 
@@ -79,7 +77,7 @@ def measured_fabric(cluster: Cluster, software: Software) -> Fabric:
 
 @cache
 def _fabrics() -> tuple[Fabric, ...]:
-    entries = yaml.safe_load(files("hybrid.planner").joinpath("data/collectives.yaml").read_text(encoding="utf-8"))
+    entries = read_data_file("collectives.yaml")
     return tuple(Fabric(**{**entry, "date": str(entry["date"])}) for entry in entries)
 
 

@@ -189,7 +189,7 @@ def state_problems(job: Job, candidate: Candidate) -> Iterator[Problem]:
     stage = candidate.zero_stage
     if stage == 0 and candidate.dp_shard > 1:
         yield Problem(rule="sharding", text=f"zero_stage 0 cuts nothing: shard_size is 1, not {candidate.dp_shard}")
-    if stage > 0 and candidate.dp_shard * candidate.cp == 1:
+    if stage > 0 and candidate.dp_shard * candidate.cp == 1 and candidate.offload != "parameters":
         yield Problem(rule="sharding", text=f"zero_stage {stage} with shard_size 1 cuts nothing: use stage 0")
     if not job.optimizer.is_element_wise:
         if stage == 3:
@@ -202,6 +202,18 @@ def state_problems(job: Job, candidate: Candidate) -> Iterator[Problem]:
                 rule="optimizer",
                 text=f"{job.optimizer.name} needs whole parameters, and tp = {candidate.tp} cuts them: use tp = 1",
             )
+    if candidate.offload == "parameters" and stage < 3:
+        yield Problem(
+            rule="sharding",
+            text=f"offload 'parameters' with zero_stage {stage}: what can lie in host memory are cut parameters, which "
+            "only stage 3 has; use stage 3, or offload 'optimizer'",
+        )
+    if candidate.is_offloaded and job.cluster.device.is_processor:
+        yield Problem(
+            rule="offload",
+            text=f"offload {candidate.offload!r} on {job.cluster.name}: its devices are processors, whose memory is "
+            "the host's, so nothing would be saved; use offload 'none'",
+        )
     if stage < 2 and candidate.grad_reduce == "every_micro_batch":
         yield Problem(rule="sharding", text=f"stage {stage} reduces gradients once per step: last_micro_batch")
     if stage < 3 and candidate.reshard_after == "run":

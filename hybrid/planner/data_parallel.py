@@ -14,7 +14,7 @@ from hybrid.contracts.cluster import GroupLinks
 from hybrid.contracts.partition import plan_buckets
 from hybrid.planner.action_numbers import gathers_of_runs
 from hybrid.planner.collectives import Collective, Fabric, collective_seconds
-from hybrid.planner.job import Candidate, Job
+from hybrid.planner.job import Candidate, Job, Precision
 from hybrid.planner.model_spec import UnitSpec
 from hybrid.planner.software import Software
 from hybrid.planner.traffic import StateMessage, gather_message, reduction_message, replica_message
@@ -121,12 +121,14 @@ def state_seconds(
     dense: StateLinks,
     expert: StateLinks,
     weight_seconds: Sequence[float] | None = None,
+    gathered_again: int = 0,
     known_waits: dict[tuple[object, ...], UnitWaits] | None = None,
 ) -> StateSeconds:
     """Of one pipeline rank; chunks and their compute per micro-batch in the order of the model.
 
     Args:
         weight_seconds: what of a backward computes gradients of weights apart from it, where the schedule splits it.
+        gathered_again: bytes of parameters that a forward gathers once more: they take what the first gathers take.
         known_waits: what was worked out before for chunks and links that are still these objects; grows.
     """
     traffic = _Traffic(job, candidate, software, fabric, chunks)
@@ -134,7 +136,7 @@ def state_seconds(
     stage = candidate.zero_stage
     optimizer = sum(_optimizer_seconds(size, links, job, candidate, software) for size, links in kinds)
     none = (0.0,) * len(chunks)
-    if dense.whole is None and expert.whole is None:
+    if dense.whole is None and expert.whole is None and candidate.offload != "parameters":
         return StateSeconds(
             forward_gathers=none, backward_gathers=none, reductions=none, last_reduction=0.0, gather=0.0,
             optimizer=optimizer,
@@ -148,7 +150,8 @@ def state_seconds(
         known = {} if known_waits is None else known_waits
         waits = []
         for chunk, forward, backward in zip(chunks, forward_seconds, backward_seconds, strict=True):
-            key = (id(chunk), forward, backward, id(dense.shard), id(expert.shard))
+            comes_from_host = candidate.offload == "parameters"
+            key = (id(chunk), forward, backward, id(dense.shard), id(expert.shard), comes_from_host)
             wait = known.get(key)
             if wait is None:
                 wait = known[key] = traffic.gathered_units(chunk, dense, expert, forward, backward)
@@ -158,6 +161,9 @@ def state_seconds(
             per_forward, per_backward = gathers_of_runs(
                 candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages
             )
+        if gathered_again:
+            whole = sum(c.dense + c.frozen + c.expert + c.frozen_expert for c in chunks) * job.precision.parameter
+            per_forward *= 1.0 + gathered_again / whole
         ahead = tuple(wait.forward * per_forward for wait in waits)
         back = tuple(wait.backward * per_backward for wait in waits)
         if weight_seconds is None:
@@ -208,6 +214,7 @@ class _Traffic:
         self._software = software
         self._fabric = fabric
         self._precision = job.precision
+        self._host_rate = job.cluster.device.host_bytes_per_second
         self._num_buckets = sum(chunk.num_buckets for chunk in chunks)
         self._num_units = sum(chunk.num_units for chunk in chunks)
 
@@ -247,6 +254,9 @@ class _Traffic:
                 )
                 for size, links in zip(sizes, (dense, expert), strict=True)
             )
+            if self._candidate.offload == "parameters":  # own shards come from the host, and are gathered then
+                own = sum(size / links.num_shards for size, links in zip(sizes, (dense, expert), strict=True))
+                gather += own * self._precision.parameter / count / self._host_rate
             hidden = min(gather, compute / count * share)
             waits.append(gather + (count - 1) * (gather - hidden + slowed * hidden))
             behind.append(hidden)
@@ -282,14 +292,30 @@ class _Traffic:
 
 def _optimizer_seconds(elements: float, links: StateLinks, job: Job, candidate: Candidate, software: Software) -> float:
     """Memory traffic of a rank's part: gradients twice (norm, update), masters and state read and written, parameters
-    written. With state on the host: gradients and parameters over the host's link, the rest in its memory."""
+    written. With state on the host: gradients and parameters over the host's link (docs/offload.md, "Bytes per step"),
+    the rest in its memory."""
     owned = elements / links.num_shards if candidate.zero_stage else elements
     precision, device = job.precision, job.cluster.device
     master = precision.master or precision.parameter
     kept = 2 * master + 2 * job.optimizer.state
     passed = 2 * precision.gradient + precision.parameter
     if candidate.is_offloaded:
-        link = (precision.gradient + precision.parameter) / device.host_bytes_per_second
+        link = _host_link_bytes(precision, candidate) / device.host_bytes_per_second
         return owned * (link + (kept + passed) / software.host_memory_bytes_per_second)
     rate = device.memory_bytes_per_second * software.optimizer_memory_fraction
     return owned * (kept + passed + software.optimizer_bytes) / rate
+
+
+def _host_link_bytes(precision: Precision, candidate: Candidate) -> float:
+    """Per own element: gradients to the host once per reduction, parameters there before the update where they may have
+    been edited, and back after it; under `parameters` these come with each gather instead, which is priced there."""
+    reduces_each_time = candidate.zero_stage >= 2 and candidate.grad_reduce == "every_micro_batch"
+    # What is summed over replicas stays on the device until the step.
+    if reduces_each_time and candidate.dp_replicate == 1:
+        gradients = candidate.num_micro_batches * precision.reduce
+    else:
+        gradients = precision.reduce if candidate.dp_replicate == 1 else precision.gradient
+    if candidate.offload == "parameters":
+        return gradients
+    is_known_there = candidate.zero_stage == 3 and precision.master > 0
+    return gradients + precision.parameter * (1 if is_known_there else 2)

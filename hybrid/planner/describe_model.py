@@ -90,7 +90,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise PlanError(f"{file}: no such file; give a config.json or a folder that has one") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise PlanError(f"{file}: expected the fields of a model's configuration, got {type(found).__name__}")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from hybrid.contracts.cluster import DeviceKind
+from hybrid.planner.data_file import read_data_file
 
 __all__ = ["DeviceProfile", "peak_flops", "profile_of"]
 
@@ -52,7 +50,7 @@ def peak_flops(device: DeviceKind, dtype: str) -> float:
 
 @cache
 def _profiles() -> tuple[DeviceProfile, ...]:
-    entries = yaml.safe_load(files("hybrid.planner").joinpath("data/matmul.yaml").read_text(encoding="utf-8"))
+    entries = read_data_file("matmul.yaml")
     return tuple(_profile(entry) for entry in entries)
 
 

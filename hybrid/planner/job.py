@@ -10,7 +10,9 @@ from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.planner.model_spec import ModelSpec, Recompute
 from hybrid.planner.software import Software
 
-__all__ = ["Candidate", "Job", "OptimizerSpec", "Precision"]
+__all__ = ["Candidate", "Job", "Offload", "OptimizerSpec", "Precision"]
+
+Offload = Literal["none", "optimizer", "parameters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,8 @@ class Candidate:
         reshard_after: stage 3: `unit`, or `run` of micro-batches.
         ep: expert-parallel ranks, out of the data-parallel ones.
         is_overlapped: gradients travel while backward runs (`overlap_comm`).
-        is_offloaded: masters and optimizer state lie in host memory, and the host updates them.
+        offload: `optimizer`: masters, optimizer state and reduced gradients lie in host memory, and the host updates;
+            `parameters`: as well the own shards of parameters (stage 3).
     """
 
     tp: int = 1
@@ -109,12 +112,17 @@ class Candidate:
     grad_reduce: Literal["every_micro_batch", "last_micro_batch"] = "last_micro_batch"
     reshard_after: Literal["unit", "run"] = "unit"
     is_overlapped: bool = True
-    is_offloaded: bool = False
+    offload: Offload = "none"
 
     @property
     def dp(self) -> int:
         """Data-parallel ranks."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether any state lies in host memory."""
+        return self.offload != "none"
 
     @property
     def world_size(self) -> int:
@@ -132,5 +140,5 @@ class Candidate:
         parts += [self.recompute] * (self.recompute != "none")
         parts += ["every"] * (self.zero_stage >= 2 and self.grad_reduce == "every_micro_batch")
         parts += ["run"] * (self.zero_stage == 3 and self.reshard_after == "run")
-        parts += ["offload"] * self.is_offloaded
-        return " ".join(parts)
+        parts += [{"none": "", "optimizer": "offload", "parameters": "offload-parameters"}[self.offload]]
+        return " ".join(filter(None, parts))

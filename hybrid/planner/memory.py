@@ -13,12 +13,11 @@ list of actions and the bytes that each unit keeps for backward. The layers belo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
-from typing import Literal
 
+from hybrid.planner.host_memory import fullest_host, host_parts
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.kept import Kept
 from hybrid.planner.memory_activations import ActivationTable, RankActivations
@@ -31,15 +30,32 @@ from hybrid.planner.memory_layers import (
     reserved_bytes,
 )
 from hybrid.planner.memory_least import LeastElements, LeastTable
+from hybrid.planner.memory_moments import (
+    Point,
+    fullest,
+    keeps_shards,
+    keeps_whole,
+    moments,
+    most_bytes,
+    points_of,
+    step_element_bytes,
+)
 from hybrid.planner.memory_state import StateBytes, StateTable, num_shards
 from hybrid.planner.stages import stage_ranges
 
-__all__ = ["MemoryPlan", "Point", "StageMemory", "least_bytes", "memory", "worst_bytes"]
+__all__ = [
+    "MemoryPlan",
+    "Point",
+    "StageMemory",
+    "gathered_again",
+    "least_bytes",
+    "least_bytes_of",
+    "memory",
+    "worst_bytes",
+]
 
 # A bound is added up in another order than what it bounds.
 _ROUNDED = 1.0 - 1e-9
-
-Point = Literal["after_forward", "accumulating", "backward", "after_backward", "after_step", "peak"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +67,6 @@ class StageMemory:
         state, activations, candidate, profile: what the moments are made of.
         num_communicators: groups that a rank communicates in.
         is_processor: see `DeviceKind`.
-        host_bytes: what an offloaded optimizer keeps in the host's memory, per rank.
         context: of the job, see there.
     """
 
@@ -62,7 +77,6 @@ class StageMemory:
     profile: FrameworkProfile
     num_communicators: int
     is_processor: bool
-    host_bytes: int = 0
     context: tuple[float, float, float] | None = None
 
     def at_point(self, point: Point) -> Mapping[str, int]:
@@ -72,17 +86,17 @@ class StageMemory:
     @cached_property
     def points(self) -> Mapping[Point, Mapping[str, int]]:
         """Moment -> part -> bytes."""
-        return _points(self.state, self.activations, self.candidate, self.profile)
+        return points_of(self.state, self.activations, self.candidate, self.profile)
 
     @cached_property
     def parts(self) -> Mapping[str, int]:
         """At the fullest moment."""
-        return _fullest(self.state, self.activations, self.candidate, self.profile)[1]
+        return fullest(self.state, self.activations, self.candidate, self.profile)[1]
 
     @cached_property
     def tensors_bytes(self) -> int:
         """Live bytes of tensors at the fullest moment: the sum of `parts`."""
-        return _most_bytes(self.state, self.activations, self.candidate, self.profile)
+        return most_bytes(self.state, self.activations, self.candidate, self.profile)
 
     @cached_property
     def reserved(self) -> Interval:
@@ -94,7 +108,7 @@ class StageMemory:
         """Of the fullest moment; of two, where one cannot use the pool of the other."""
         most = self.tensors_bytes
         if self.profile.gathers_apart and self.candidate.zero_stage == 3:
-            _, step = _moments(self.state, self.activations, self.candidate, self.profile)
+            _, step = moments(self.state, self.activations, self.candidate, self.profile)
             most = max(most, sum(step.values()) + self.state.gathered)
         return most
 
@@ -102,6 +116,16 @@ class StageMemory:
     def device(self) -> Interval:
         """What the device must have, context and communicators included."""
         return device_bytes(self.reserved, self.num_communicators, is_processor=self.is_processor, context=self.context)
+
+    @property
+    def host_parts(self) -> Mapping[str, int]:
+        """Part -> bytes in the host's memory, of this rank, when its gradients have come there."""
+        return host_parts(self.state, self.candidate)
+
+    @property
+    def host_bytes(self) -> int:
+        """What offload keeps in the host's memory, of this rank."""
+        return sum(self.host_parts.values())
 
     @property
     def model_state_bytes(self) -> int:
@@ -134,8 +158,14 @@ class MemoryPlan:
     @cached_property
     def worst(self) -> StageMemory:
         """The pipeline rank that holds most."""
-        most = [_most_bytes(*rank, self.candidate, self.profile) for rank in self.ranks]
+        most = [most_bytes(*rank, self.candidate, self.profile) for rank in self.ranks]
         return self._stage(most.index(max(most)))
+
+    @cached_property
+    def fullest_host_bytes(self) -> int:
+        """What offload keeps in the memory of the host whose ranks keep most."""
+        of_ranks = [sum(host_parts(state, self.candidate).values()) for state, _ in self.ranks]
+        return fullest_host(self.job.cluster, self.candidate, of_ranks)
 
     def _stage(self, rank: int) -> StageMemory:
         state, activations = self.ranks[rank]
@@ -147,7 +177,6 @@ class MemoryPlan:
             profile=self.profile,
             num_communicators=num_communicators(self.candidate),
             is_processor=self.job.cluster.device.is_processor,
-            host_bytes=_host_bytes(state, self.job) if self.candidate.is_offloaded else 0,
             context=self.job.context_bytes,
         )
 
@@ -168,22 +197,38 @@ def memory(job: Job, candidate: Candidate, *, shard: int | None = None) -> Memor
     )
 
 
+def gathered_again(job: Job, candidate: Candidate) -> tuple[int, ...]:
+    """Bytes of parameters that a forward of each pipeline rank gathers more than once (stage 3): what `axis_bytes`
+    counts and `pricer.py` prices."""
+    states = _table(job).state.of_ranks(stage_ranges(job, candidate), candidate, None)
+    return tuple(state.gathered_again for state in states)
+
+
 def worst_bytes(job: Job, candidate: Candidate) -> int:
     """`memory(job, candidate).worst.pooled_bytes` alone."""
     plan = memory(job, candidate)
     if plan.profile.gathers_apart:
         return plan.worst.pooled_bytes
-    return max(_most_bytes(*rank, candidate, plan.profile) for rank in plan.ranks)
+    return max(most_bytes(*rank, candidate, plan.profile) for rank in plan.ranks)
 
 
 def least_bytes(job: Job, candidate: Candidate) -> float:
     """Not more than `worst_bytes`, much sooner: of the ranks that usually hold most, without buckets and padding."""
+    return least_bytes_of(job, candidate)(candidate)
+
+
+def least_bytes_of(job: Job, base: Candidate) -> Callable[[Candidate], float]:
+    """`least_bytes` of every way to cut the state of one layout."""
     table = _table(job)
-    chunks = stage_ranges(job, candidate)
-    activations = table.activations.of_ranks(chunks, candidate)
-    elements, fullest = table.least.of_ranks(chunks, candidate)
-    ranks = {0, fullest, len(elements) - 1}
-    return max(_least_of_rank(job, candidate, table.profile, elements[rank], activations[rank]) for rank in ranks)
+    chunks = stage_ranges(job, base)
+    elements, fullest = table.least.of_ranks(chunks, base)
+    ranks = sorted({0, fullest, base.pp - 1})
+    held = [(elements[rank], own) for rank, own in zip(ranks, table.activations.of(chunks, base, ranks), strict=True)]
+
+    def of(candidate: Candidate) -> float:
+        return max(_least_of_rank(job, candidate, table.profile, *one) for one in held)
+
+    return of
 
 
 def _least_of_rank(
@@ -200,11 +245,13 @@ def _least_of_rank(
     own = elements.trained / shards + elements.trained_experts / expert_shards
     whole = trained + elements.frozen + elements.frozen_experts
     held: float = whole
-    if stage == 3:
+    if candidate.offload == "parameters":
+        held = 0.0
+    elif stage == 3:
         held = own + elements.frozen / shards + elements.frozen_experts / expert_shards
     state = 0.0 if candidate.is_offloaded else own * (precision.master + job.optimizer.state)
     always = held * precision.parameter + state
-    reduced = own * precision.gradient * _keeps_shards(candidate)
+    reduced = own * precision.gradient * keeps_shards(candidate)
     gathered = 0.0
     if candidate.reshard_after == "run" and shards > 1 and expert_shards > 1:
         gathered = whole * precision.parameter / candidate.virtual_stages  # one chunk is whole at a time
@@ -216,137 +263,12 @@ def _least_of_rank(
             most_whole = 0.0
     backward = max(activations.before, activations.after + most_whole + kept_shards)
     backward += gathered + activations.added + activations.boundary
-    step = own * (profile.step_bytes_cut if stage == 3 else profile.step_bytes)
-    step += trained * precision.gradient if stage == 0 or is_static else reduced
-    return (always + round(profile.constant_bytes) + max(backward, step)) * _ROUNDED
-
-
-def _host_bytes(state: StateBytes, job: Job) -> int:
-    """State on the host; parameters without masters have a copy there, which the host updates."""
-    copies = 0 if state.masters else round(state.own_elements * job.precision.parameter)
-    return state.offloaded + copies
-
-
-# -- moments ---------------------------------------------------------------------------------------------------
-
-
-def _points(
-    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
-) -> Mapping[Point, Mapping[str, int]]:
-    always = _always(state, candidate)
-    is_static = profile.has_static_gradients
-    kept_whole, kept_shards, _ = _gradients(state, candidate, is_static=is_static)
-    after_forward = {**always, "gradients": state.gradients * is_static, "activations": activations.before}
-    after_forward["gathered_units"] = state.gathered_run if candidate.reshard_after == "run" else 0
-    backward, peak = _fullest(state, activations, candidate, profile)
-    return MappingProxyType(
-        {
-            "after_forward": after_forward,
-            "accumulating": {**always, "gradients": kept_whole, "gradient_shards": kept_shards},
-            "backward": backward,
-            "after_backward": _after_backward(always, state, candidate, is_static=is_static),
-            "after_step": {**always, "gradients": state.gradients * is_static},
-            "peak": peak,
-        }
-    )
-
-
-def _fullest(
-    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
-) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """The fullest moment of a backward, and of the whole step."""
-    backward, step = _moments(state, activations, candidate, profile)
-    return backward, max((backward, step), key=lambda parts: sum(parts.values()))
-
-
-def _moments(
-    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
-) -> tuple[dict[str, int], dict[str, int]]:
-    """The fullest moment of a backward, and that of the optimizer's step."""
-    always = _always(state, candidate)
-    is_static = profile.has_static_gradients
-    _, kept_shards, most_whole = _gradients(state, candidate, is_static=is_static)
-    constant = round(profile.constant_bytes)
-    backward = {
-        **always,
-        "gathered_units": state.gathered_run if candidate.reshard_after == "run" else state.gathered,
-        "recomputed": activations.recomputed,
-        "working": activations.working + constant,
-        "logits": activations.logits,
-        "boundary": activations.boundary,
-    }
-    # In the first backward gradients come as activations go: the beginning and the end are fullest.
-    gradients = min(most_whole, state.two_buckets)
-    if activations.before + gradients >= activations.after + most_whole + kept_shards:
-        backward |= {"activations": activations.before, "gradients": gradients}
+    step = own * step_element_bytes(candidate, profile, has_masters=False)
+    if stage == 0 or is_static:
+        step += trained * precision.gradient * keeps_whole(candidate, is_static=is_static)
     else:
-        backward |= {"activations": activations.after, "gradients": most_whole, "gradient_shards": kept_shards}
-    step_bytes = profile.step_bytes_cut if candidate.zero_stage == 3 else profile.step_bytes
-    if always["masters"]:
-        step_bytes += profile.step_bytes_masters
-    step = {**_after_backward(always, state, candidate, is_static=is_static), "working": constant}
-    step["step"] = round(state.own_elements * step_bytes)
-    return backward, step
-
-
-def _most_bytes(
-    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
-) -> int:
-    """The sum of the second of `_fullest`, which a search asks for of every rank of every layout."""
-    is_here = not candidate.is_offloaded
-    is_static = profile.has_static_gradients
-    _, kept_shards, most_whole = _gradients(state, candidate, is_static=is_static)
-    backward = (
-        (state.gathered_run if candidate.reshard_after == "run" else state.gathered)
-        + activations.added
-        + activations.boundary
-        + max(activations.before + min(most_whole, state.two_buckets), activations.after + most_whole + kept_shards)
-    )
-    masters = state.masters * is_here
-    step_bytes = profile.step_bytes_cut if candidate.zero_stage == 3 else profile.step_bytes
-    if masters:
-        step_bytes += profile.step_bytes_masters
-    step = round(state.own_elements * step_bytes)
-    step += (
-        state.gradients if candidate.zero_stage == 0 or is_static else state.gradient_shards * _keeps_shards(candidate)
-    )
-    always = state.parameters + masters + state.optimizer_state * is_here + state.bookkeeping
-    return always + round(profile.constant_bytes) + max(backward, step)
-
-
-def _always(state: StateBytes, candidate: Candidate) -> dict[str, int]:
-    is_here = not candidate.is_offloaded
-    return {
-        "parameters": state.parameters,
-        "masters": state.masters * is_here,
-        "optimizer_state": state.optimizer_state * is_here,
-        "bookkeeping": state.bookkeeping,
-    }
-
-
-def _after_backward(
-    always: Mapping[str, int], state: StateBytes, candidate: Candidate, *, is_static: bool
-) -> dict[str, int]:
-    if candidate.zero_stage == 0 or is_static:
-        return {**always, "gradients": state.gradients, "gradient_shards": 0}
-    return {**always, "gradients": 0, "gradient_shards": state.gradient_shards * _keeps_shards(candidate)}
-
-
-def _keeps_shards(candidate: Candidate) -> bool:
-    """Whether reduced gradients stay on the device: with offload those that are yet to be summed over replicas."""
-    return not candidate.is_offloaded or candidate.dp_replicate > 1
-
-
-def _gradients(state: StateBytes, candidate: Candidate, *, is_static: bool) -> tuple[int, int, int]:
-    """(whole gradients between two backwards, own shards then, the most that is whole during one)."""
-    if candidate.zero_stage == 0 or is_static:
-        return state.gradients, 0, state.gradients
-    reduces_each_time = candidate.zero_stage >= 2 and candidate.grad_reduce == "every_micro_batch"
-    if reduces_each_time or (candidate.zero_stage >= 2 and candidate.num_micro_batches == 1):
-        return 0, state.gradient_shards * _keeps_shards(candidate), state.two_buckets
-    if candidate.num_micro_batches == 1:  # reduced as they come
-        return state.gradients, 0, state.six_buckets
-    return state.gradients, 0, state.gradients
+        step += reduced
+    return (always + round(profile.constant_bytes) + max(backward, step)) * _ROUNDED
 
 
 # -- tables ----------------------------------------------------------------------------------------------------
@@ -362,9 +284,15 @@ class _Table:
 
 
 _TABLES: Kept[_Table] = Kept(16)
+_OF_JOBS: Kept[_Table] = Kept(16)  # the newest by name: to hash what they depend on takes longer than most answers
 
 
 def _table(job: Job) -> _Table:
+    return _OF_JOBS.get(job, make=lambda: _alike(job))
+
+
+def _alike(job: Job) -> _Table:
+    """One for all jobs that have the same of what a table depends on."""
     return _TABLES.get(
         job.model,
         *(job.seq, job.precision, job.optimizer, job.is_flash, job.software, job.bucket_bytes, job.prefetch),

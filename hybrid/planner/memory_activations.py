@@ -2,118 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import mul
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybrid.contracts.chunk_placement import chunk_rank, chunks_on
 from hybrid.contracts.schedule_choice import schedule_placement, schedule_splits_backward
-from hybrid.planner.action_numbers import WEIGHTS, Alternation, Step, alternation, rank_orders
+from hybrid.planner.in_flight import Held, Rows, in_flight
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory_layers import FrameworkProfile
 from hybrid.planner.model_spec import ActivationBytes, Recompute, UnitSpec
 
-__all__ = ["ActivationTable", "Held", "InFlight", "RankActivations", "in_flight", "num_tokens"]
+__all__ = ["ActivationTable", "RankActivations", "num_tokens"]
 
 _NOTHING = ActivationBytes()
-
-Rows = NDArray[np.int32]
-"""Moments × chunks of a rank: micro-batches kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Micro-batches kept of each chunk of a rank, at the moments when no other moment keeps more of all of them.
-
-    Where backward is split, behind the micro-batches that wait for it come those of each chunk between its halves.
-
-    Args:
-        before: when the rank's first backward begins.
-        after: when a later one begins. Empty where nothing is kept.
-        between: at the end of the first half of a backward, where it is split.
-    """
-
-    before: tuple[tuple[int, ...], ...]
-    after: tuple[tuple[int, ...], ...]
-    between: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class InFlight:
-    """What each pipeline rank keeps; one object for each schedule, which is its own key in tables."""
-
-    ranks: tuple[Held, ...]
-
-
-def in_flight(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> InFlight:
-    """For each pipeline rank, from its list of actions.
-
-    A long step repeats its middle, so of more than four rounds of `num_stages` micro-batches only so many are looked
-    at; `gpipe` keeps all of them.
-    """
-    if num_stages == 1:
-        num_micro_batches = min(num_micro_batches, 2)
-    elif schedule != "gpipe":
-        limit = 4 * num_stages  # two rounds until the last chunk's first backward, one that repeats, one to the end
-        if num_micro_batches > limit:
-            num_micro_batches = limit - (limit - num_micro_batches) % num_stages
-    return _in_flight(schedule, num_stages, num_micro_batches, virtual_stages)
-
-
-@lru_cache(maxsize=1024)
-def _in_flight(schedule: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> InFlight:
-    if num_stages == 1:
-        one = ((1,) * virtual_stages,)
-        return InFlight(ranks=(Held(before=one, after=one if num_micro_batches > 1 else ()),))
-    if schedule == "gpipe":
-        rest = ((num_micro_batches - 1,),) if num_micro_batches > 1 else ()
-        return InFlight(ranks=(Held(before=((num_micro_batches,),), after=rest),) * num_stages)
-    plain = alternation(schedule, num_stages, num_micro_batches, virtual_stages)
-    if plain is not None:
-        return InFlight(ranks=tuple(_held_in_turn(plain, virtual_stages)))
-    orders = rank_orders(schedule, num_stages, num_micro_batches, virtual_stages)
-    return InFlight(ranks=tuple(_held(order, virtual_stages) for order in orders))
-
-
-def _held_in_turn(plain: Alternation, virtual_stages: int) -> Iterator[Held]:
-    """As `_held`, for the ranks of a schedule in which forwards and backwards alternate."""
-    size = len(plain.forwards)
-    begun, done = (
-        np.concatenate([np.zeros((1, virtual_stages), np.int32), np.cumsum(one_hot[[turn for turn, _, _ in steps]], 0)])
-        for one_hot in (np.eye(virtual_stages, dtype=np.int32),)
-        for steps in (plain.forwards, plain.backwards)
-    )
-    for warmup in plain.warmups:
-        kept = begun[np.minimum(np.arange(size) + warmup + 1, size)] - done[:-1]  # while each backward runs
-        yield Held(before=_maximal(kept[:1]), after=_maximal(kept[1:]))
-
-
-def _held(order: Sequence[Step], virtual_stages: int) -> Held:
-    """Of a schedule that splits each backward."""
-    turns, kinds, _ = np.array(order).T
-    places = np.arange(len(order))
-    is_forward, is_weights = kinds == 1, kinds == WEIGHTS
-    changes = np.zeros((len(order), 2 * virtual_stages), dtype=np.int32)
-    changes[places, turns] = np.where(is_weights, 0, 2 * is_forward - 1)
-    changes[places, virtual_stages + turns] = np.where(is_forward, 0, 2 * ~is_weights - 1)
-    ends = np.cumsum(changes, axis=0)
-    halves = ~is_forward & ~is_weights
-    begins = (ends - changes)[halves]
-    return Held(before=_maximal(begins[:1]), after=_maximal(begins[1:]), between=_maximal(ends[halves]))
-
-
-def _maximal(vectors: Rows) -> tuple[tuple[int, ...], ...]:
-    """Those that no other one exceeds in every place."""
-    kept: list[tuple[int, ...]] = []
-    left = vectors[np.argsort(-vectors.sum(axis=1), kind="stable")]
-    while len(left):
-        kept.append(tuple(left[0].tolist()))
-        left = left[(left > left[0]).any(axis=1)]
-    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,22 +60,29 @@ class ActivationTable:
         self._placed: dict[
             tuple[object, ...], tuple[tuple[range, ...], dict[int, range], tuple[tuple[int, ...], ...]]
         ] = {}
-        self._ranks: dict[tuple[object, ...], tuple[tuple[range, ...], tuple[RankActivations, ...]]] = {}
+        self._ranks: dict[tuple[object, ...], tuple[tuple[range, ...], dict[int, RankActivations]]] = {}
 
     def of_ranks(self, chunks: tuple[range, ...], candidate: Candidate) -> tuple[RankActivations, ...]:
         """Bytes on each pipeline rank; `chunks`: the units of each chunk of the model."""
+        return self.of(chunks, candidate, range(candidate.pp))
+
+    def of(self, chunks: tuple[range, ...], candidate: Candidate, ranks: Sequence[int]) -> tuple[RankActivations, ...]:
+        """Of these pipeline ranks alone."""
         cutting = _cutting(candidate)
         held = in_flight(candidate.schedule, candidate.pp, candidate.num_micro_batches, len(chunks) // candidate.pp)
         key = (id(chunks), held, cutting)
-        if key not in self._ranks:
+        known = self._ranks.get(key)
+        if known is None:
+            known = self._ranks[key] = chunks, {}
+        found = known[1]
+        missing = [rank for rank in ranks if rank not in found]
+        if missing:
             kinds, of_ranks = self._kinds_of(chunks, candidate)
-            bytes_of = {kind: self._of_chunk(kind, chunk, candidate, cutting) for kind, chunk in kinds.items()}
-            ranks = tuple(
-                self._of_rank([kinds[kind] for kind in own], [bytes_of[kind] for kind in own], kept, candidate)
-                for own, kept in zip(of_ranks, held.ranks, strict=True)
-            )
-            self._ranks[key] = chunks, ranks
-        return self._ranks[key][1]
+            for rank in missing:
+                bytes_of = [self._of_chunk(kind, kinds[kind], candidate, cutting) for kind in of_ranks[rank]]
+                own = [kinds[kind] for kind in of_ranks[rank]]
+                found[rank] = self._of_rank(own, bytes_of, held.of(rank), candidate)
+        return tuple(map(found.__getitem__, ranks))
 
     def _kinds_of(
         self, chunks: tuple[range, ...], candidate: Candidate
@@ -200,10 +110,12 @@ class ActivationTable:
     def _of_rank(
         self, chunks: Sequence[range], bytes_of: Sequence[_ChunkBytes], held: Held, candidate: Candidate
     ) -> RankActivations:
-        kept = [*(chunk.kept for chunk in bytes_of), *(chunk.put_off for chunk in bytes_of)]
+        kept = [chunk.kept for chunk in bytes_of]
+        if len(held.between):
+            kept += [chunk.put_off for chunk in bytes_of]
         fullest = max(bytes_of, key=lambda chunk: chunk.added)
         after = _most(held.after, kept)
-        if held.between:
+        if len(held.between):
             # What a backward adds is gone then, but for one gradient of a weight, which W computes.
             one = max(chunk.weight for chunk in bytes_of)
             after = max(after, _most(held.between, kept) + one - fullest.added)
@@ -385,5 +297,5 @@ def _cutting(candidate: Candidate) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _most(vectors: Sequence[tuple[int, ...]], weights: Sequence[int]) -> int:
-    return max((sum(map(mul, vector, weights)) for vector in vectors), default=0)
+def _most(rows: Rows, weights: Sequence[int]) -> int:
+    return int((rows @ np.array(weights, np.int64)).max()) if len(rows) else 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import sub
+from typing import NamedTuple
 
 from hybrid.contracts.partition import BucketPartition, partition_bucket, plan_buckets, shard_elements
 from hybrid.planner.job import Candidate, Job
@@ -27,8 +28,7 @@ def num_shards(candidate: Candidate) -> tuple[int, int]:
     return ranks, max(1, ranks // candidate.ep)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One parameter of a chunk: in which unit, under which key of a bucket, how much of it is here.
 
     `tp_ranks`: that have each a part of its gradient; `is_norm`: see `ParameterSpec`, where `Precision.norm` is given.

@@ -14,12 +14,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from statistics import NormalDist
 from typing import Any
 
-import yaml
-
+from hybrid.planner.data_file import read_data_file
 from hybrid.planner.job import Candidate
 
 __all__ = ["FrameworkProfile", "Interval", "device_bytes", "framework_profile", "num_communicators", "reserved_bytes"]
@@ -86,8 +84,7 @@ class FrameworkProfile:
 
 @lru_cache(maxsize=1)
 def _constants() -> Mapping[str, Any]:
-    text = resources.files("hybrid.planner").joinpath("data/memory.yaml").read_text("utf-8")
-    loaded: Mapping[str, Any] = yaml.safe_load(text)
+    loaded: Mapping[str, Any] = read_data_file("memory.yaml")
     return loaded
 
 

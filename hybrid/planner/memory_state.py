@@ -39,6 +39,7 @@ class StateBytes:
         gathered_again: stage 3: what a forward gathers more than once.
         bookkeeping: an element that stands for each gradient, step counters.
         own_elements: trained elements of the own shards, padding included.
+        unmastered: bytes of own parameters that have no master.
         apart: of them those that travel in another way: (tp ranks that sum their gradients, whether they are norms of
             another type) -> elements.
     """
@@ -55,12 +56,8 @@ class StateBytes:
     gathered_again: int = 0
     bookkeeping: int = 0
     own_elements: int = 0
+    unmastered: int = 0
     apart: tuple[tuple[tuple[int, bool], int], ...] = ()
-
-    @property
-    def offloaded(self) -> int:
-        """What an offloaded optimizer takes off the device."""
-        return self.masters + self.optimizer_state + self.gradient_shards
 
     @staticmethod
     def of_chunks(chunks: Sequence[tuple[StateBytes, int]]) -> StateBytes:
@@ -80,6 +77,7 @@ class StateBytes:
             gathered_again=sum(chunk.gathered_again * count for chunk, count in chunks),
             bookkeeping=sum(chunk.bookkeeping * count for chunk, count in chunks),
             own_elements=sum(chunk.own_elements * count for chunk, count in chunks),
+            unmastered=sum(chunk.unmastered * count for chunk, count in chunks),
             apart=tuple(one for chunk, count in chunks for one in chunk.apart * count),
         )
 
@@ -137,6 +135,18 @@ class StateTable:
             counted = [self._of_rank(rank, candidate, cutting, shard) for rank in looks.ranks]
             self._ranks[key] = tuple(counted[place] for place in looks.places)
         return self._ranks[key]
+
+    def of_chunks(self, chunks: tuple[range, ...], candidate: Candidate) -> tuple[StateBytes, ...]:
+        """Bytes of each chunk of the model, on the ranks that have it."""
+        pp, placement = candidate.pp, schedule_placement(candidate.schedule)
+        found: dict[int, StateBytes] = {}
+        for pp_rank in range(pp):
+            places = chunks_on(pp_rank, pp, len(chunks), placement)
+            skipped, shared = self._tied([chunks[at] for at in places], chunks)
+            for at in places:
+                look = self._chunk_look(chunks[at], skipped, shared, pp)
+                found[at] = self._of_chunk(look, candidate, (*_cutting(candidate), None), None)
+        return tuple(found[at] for at in range(len(chunks)))
 
     def _looks_of(self, chunks: tuple[range, ...], candidate: Candidate) -> _Looks:
         """What each pipeline rank holds; ranks that look alike cost alike."""
@@ -275,7 +285,7 @@ class StateTable:
     def _count(self, planning: Planning, candidate: Candidate, shard: int | None) -> StateBytes:
         precision, optimizer = self._precision, self._optimizer
         buckets = self._buckets.cut(planning.trained, candidate, shard)
-        own = owned = slices = parameters = shards = masters = stands = 0
+        own = owned = slices = parameters = shards = masters = stands = unmastered = 0
         gradients: list[int] = []
         apart = []
         plain, norm = self._widths(False), self._widths(True)
@@ -289,6 +299,7 @@ class StateTable:
             gradients.append(bucket.whole * gradient)
             shards += part * gradient
             masters += part * master
+            unmastered += 0 if master else part * width
             stands += len(planned.sizes) * width
             if planned.tp_ranks > 1 or planned.is_norm:
                 apart.append(((planned.tp_ranks, planned.is_norm), part))
@@ -297,8 +308,9 @@ class StateTable:
         if candidate.zero_stage == 3:
             frozen_buckets = self._buckets.cut(planning.frozen, candidate, shard)
             everything = [*buckets, *frozen_buckets]
-            cut = [bucket for bucket in everything if bucket.num_shards > 1]
-            # Where nobody shares the state there is nothing to gather, and no shard beside the whole.
+            # Where nobody shares the state there is nothing to gather, unless from the host, and no shard beside the
+            # whole.
+            cut = [b for b in everything if b.num_shards > 1 or candidate.offload == "parameters"]
             parameters = sum(
                 (b.own if b.num_shards > 1 else b.whole) * self._widths(b.planned.is_norm)[0] for b in everything
             )
@@ -319,6 +331,7 @@ class StateTable:
             gathered_again=gathered_again,
             bookkeeping=stands + counters,
             own_elements=own,
+            unmastered=unmastered,
             apart=tuple(apart),
         )
 
@@ -336,7 +349,8 @@ def _dividing(candidate: Candidate) -> tuple[object, ...]:
 
 def _cutting(candidate: Candidate) -> tuple[object, ...]:
     """All that decides how a chunk's parameters are cut and gathered."""
-    return (*_dividing(candidate), num_shards(candidate), candidate.zero_stage == 3, candidate.zero_stage > 0)
+    is_cut = candidate.zero_stage == 3, candidate.zero_stage > 0, candidate.offload == "parameters"
+    return (*_dividing(candidate), num_shards(candidate), *is_cut)
 
 
 def _key(parameter: ParameterSpec, candidate: Candidate, tp_ranks: int) -> tuple[object, ...]:

@@ -21,6 +21,7 @@ __all__ = [
     "ModelSpec",
     "ParameterSpec",
     "Recompute",
+    "SentWidths",
     "UnitKind",
     "UnitSpec",
 ]
@@ -190,6 +191,23 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentWidths:
+    """Bytes of an element of what ranks send of a unit, and of its gradient: autocast leaves some values in fp32.
+
+    Args:
+        between: what the unit takes from the one before, as stages of a pipeline send it and as the sequence is cut
+            and joined at the ends of the blocks; of an embedding: what it hands on.
+        result: what its row layers, or its table, give.
+        entries: what goes into its column layers, where tensor parallel gathers it or sums its gradient: as many as
+            `UnitSpec.num_tp_reductions`; one of a head.
+    """
+
+    between: int
+    result: int
+    entries: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
     """A part of the model that is gathered, freed, recomputed and placed as a whole.
 
@@ -212,6 +230,7 @@ class UnitSpec:
         leaves_last_sum: backward needs nothing behind the last sum over tp, so that full recompute leaves that out.
         expert_rows: token rows per token that travel to experts and back (top_k); 0 without experts.
         logits_per_token: elements of the logits per token (the head only).
+        sent: widths of what ranks send of it, where they are not those of all activations.
     """
 
     name: str
@@ -231,6 +250,7 @@ class UnitSpec:
     leaves_last_sum: bool = False
     expert_rows: float = 0.0
     logits_per_token: int = 0
+    sent: SentWidths | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activations", MappingProxyType(dict(self.activations)))
@@ -257,7 +277,7 @@ class UnitSpec:
             self.kind, self.parameters, self.matmuls, self.attentions, tuple(sorted(self.activations.items())),
             self.traffic_whole, self.traffic_cut, self.traffic_pairs, self.num_kernels, self.input_bytes,
             self.num_tp_reductions, self.gathered_forward, self.gathered_backward, self.leaves_last_sum,
-            self.expert_rows, self.logits_per_token,
+            self.expert_rows, self.logits_per_token, self.sent,
         )  # fmt: skip
 
 
@@ -274,6 +294,7 @@ class ModelSpec:
         default_seq: tokens of a sample where the user names none.
         is_seq_fixed: measured at `default_seq`; activations hold for no other length.
         num_experts: of each mixture; 0 without.
+        num_cut_layers: that a pipeline of a live model can be cut into; 0: as many as units.
         tensor_refusal, sequence_refusal: why the runtime cuts it for no tp, and why not along the sequence
             (`contracts/tensor_rules.py`); empty where it does.
         source: where the figures come from: `preset llama3-70b`, `config.json of …`, `measured: MyModel`.
@@ -291,6 +312,7 @@ class ModelSpec:
     default_seq: int = 2048
     is_seq_fixed: bool = False
     num_experts: int = 0
+    num_cut_layers: int = 0
     tensor_refusal: str = ""
     sequence_refusal: str = ""
     source: str = ""

@@ -18,7 +18,7 @@ from typing import Any
 
 from hybrid.contracts.schedule import usual_virtual_stages
 from hybrid.planner.constraints import divisors, state_problems
-from hybrid.planner.job import Candidate
+from hybrid.planner.job import Candidate, Offload
 from hybrid.planner.model_spec import Recompute
 from hybrid.planner.request import Request
 from hybrid.planner.stages import num_layers
@@ -108,8 +108,11 @@ def state_options(request: Request, base: Candidate) -> Iterator[Candidate]:
     sizes = _shard_sizes(request, base)
     plain = _fields(base)
     for zero_stage in _values(fixed, "zero_stage", (3, 2, 1, 0)):
-        for dp_shard in _values(fixed, "dp_shard", (1,) if zero_stage == 0 else sizes):
-            if base.dp % dp_shard or (zero_stage and dp_shard * base.cp == 1):
+        offloads = _offloads(request, zero_stage)
+        # Parameters that come from the host are cut even where one rank has all of them.
+        alone = sizes or ((1,) if zero_stage == 3 and "parameters" in offloads else ())
+        for dp_shard in _values(fixed, "dp_shard", (1,) if zero_stage == 0 else alone):
+            if base.dp % dp_shard:
                 continue
             replicate = base.dp // dp_shard
             if fixed.get("dp_replicate", replicate) != replicate:
@@ -119,7 +122,7 @@ def state_options(request: Request, base: Candidate) -> Iterator[Candidate]:
             keeps = ("unit", "run") if zero_stage == 3 and is_many else _BY_UNIT
             for grad_reduce in _values(fixed, "grad_reduce", reduces):
                 for reshard_after in _values(fixed, "reshard_after", keeps):
-                    for is_offloaded in _values(fixed, "is_offloaded", (True, False) if request.is_all else (False,)):
+                    for offload in offloads:
                         option = Candidate(
                             **{
                                 **plain,
@@ -128,11 +131,20 @@ def state_options(request: Request, base: Candidate) -> Iterator[Candidate]:
                                 "dp_shard": dp_shard,
                                 "grad_reduce": grad_reduce,
                                 "reshard_after": reshard_after,
-                                "is_offloaded": is_offloaded,
+                                "offload": offload,
                             }
                         )
                         if not any(state_problems(request.job, option)):
                             yield option
+
+
+def _offloads(request: Request, zero_stage: int) -> tuple[Offload, ...]:
+    """Where state may lie, what leaves least on the device first."""
+    if "offload" in request.fixed:
+        return (request.fixed["offload"],)
+    if not request.is_all:
+        return ("none",)
+    return ("parameters", "optimizer", "none") if zero_stage == 3 else ("optimizer", "none")
 
 
 def _fields(candidate: Candidate) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def strategy(self) -> DistributedStrategy:
-        """What `distributed_model(model, strategy=...)` takes.
+        """What `distributed_model(model, strategy=...)` takes; a pipeline of a model that is no chain also a `sample`.
 
         Raises:
             PlanError: a layout that this version cannot run (`--all`).
@@ -94,7 +94,7 @@ class Plan:
                 "recompute": candidate.recompute,
                 "grad_reduce": candidate.grad_reduce,
                 "reshard_after": candidate.reshard_after,
-                "offload": candidate.is_offloaded,
+                "offload": candidate.offload,
             },
             "step_seconds": self.time.total_seconds,
             "time_parts_seconds": dict(self.time.parts),
@@ -106,6 +106,7 @@ class Plan:
             "tensors_bytes": worst.tensors_bytes,
             "reserved_bytes": _interval(worst.reserved),
             "device_bytes": _interval(worst.device),
+            "host_bytes": self.memory.fullest_host_bytes,
             "chance_of_running_out": self.fit.chance_of_running_out,
             "rank_order": _order(self.rank_order),
         }
@@ -203,6 +204,7 @@ def plan(
     include_unbuilt: bool = False,
     risk: float = 0.05,
     memory_bytes: float | None = None,
+    host_memory_bytes: float | None = None,
     num_plans: int = 10,
     use_measurements: bool = True,
     progress: Progress | None = None,
@@ -227,6 +229,8 @@ def plan(
         include_unbuilt: also offload, and layouts that this version cannot run (context and expert parallel).
         risk: highest accepted chance of running out of memory.
         memory_bytes: of a device, if not all of it may be used.
+        host_memory_bytes: of one host, for offload: plans that need more there are refused. None: as the cluster's file
+            says; where that says nothing, plans tell what they need.
         num_plans: how many to return.
         use_measurements: False leaves out of account what `hybrid.measure_plans` found on a calibrated cluster.
         progress: called with (bases looked at, all bases).
@@ -253,6 +257,7 @@ def plan(
         include_unbuilt=include_unbuilt,
         risk=risk,
         memory_bytes=memory_bytes,
+        host_memory_bytes=host_memory_bytes,
         num_plans=num_plans,
         use_measurements=use_measurements,
     )
@@ -300,12 +305,13 @@ def _seconds(result: SearchResult) -> float:
 def _nothing_fits(request: Request, result: SearchResult) -> str:
     job = request.job
     what = f"no layout of {job.model.name} on {job.cluster.name} with a global batch of {job.global_batch_size}"
+    host = "".join(f"; {one.text}" for one in result.rejections if one.rule == "host memory")
     if result.too_large:
         nearest = result.too_large[0]
         return (
             f"{what} fits into {nearest.fit.limit_bytes / 1e9:.1f} GB per device: the nearest, "
             f"{nearest.candidate.label}, needs {nearest.fit.needed_bytes / 1e9:.1f} GB, "
-            f"{nearest.fit.over_bytes / 1e9:.1f} GB more{nearest_change(request)}"
+            f"{nearest.fit.over_bytes / 1e9:.1f} GB more{host}{nearest_change(request)}"
         )
     reasons = "; ".join(f"{rejection.text} ({rejection.count} layouts)" for rejection in result.rejections[:4])
     return f"{what} can be tried: {reasons or 'nothing is left of what is fixed'}"

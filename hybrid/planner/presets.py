@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import resources
 from typing import Any
 
-import yaml
-
 from hybrid.errors import PlanError
+from hybrid.planner.data_file import read_data_file
 from hybrid.planner.hugging_face import architecture_of
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.nearest import nearest
@@ -21,9 +19,8 @@ __all__ = ["preset", "preset_config", "preset_names", "preset_table"]
 @lru_cache(maxsize=1)
 def preset_table() -> Mapping[str, Mapping[str, Any]]:
     """Name -> its entry: `config` (fields of a config.json), `parameters` (published), `source`."""
-    text = resources.files("hybrid.planner").joinpath("data/models.yaml").read_text(encoding="utf-8")
     found: dict[str, Mapping[str, Any]] = {}
-    for family in yaml.safe_load(text).values():
+    for family in read_data_file("models.yaml").values():
         shared = family.get("shared", {})
         for name, entry in family["models"].items():
             found[name] = {**entry, "config": {**shared, **entry["config"]}}

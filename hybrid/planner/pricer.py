@@ -10,6 +10,7 @@ from hybrid.contracts.schedule import make_schedule
 from hybrid.contracts.schedule_choice import schedule_placement, schedule_splits_backward
 from hybrid.contracts.schedule_timing import Timeline, time_schedule
 from hybrid.planner.axis_links import axis_links
+from hybrid.planner.chunk_kinds import ChunkKind, ChunkKinds
 from hybrid.planner.chunk_seconds import ChunkSeconds, PricedChunk, placed
 from hybrid.planner.collectives import collective_seconds, measured_fabric
 from hybrid.planner.data_parallel import (
@@ -21,6 +22,7 @@ from hybrid.planner.data_parallel import (
     state_seconds,
 )
 from hybrid.planner.job import Candidate, Job
+from hybrid.planner.memory import gathered_again
 from hybrid.planner.model_spec import UnitSpec
 from hybrid.planner.pipeline_time import pipeline_seconds
 from hybrid.planner.software import software_of
@@ -62,8 +64,8 @@ class Pricer:
         self._units: dict[tuple[object, ...], UnitSeconds] = {}
         self._messages = StageMessages(job, self.software, self._fabric, self._links)
         self._chunks: dict[tuple[object, ...], PricedChunk] = {}
+        self._kinds = ChunkKinds(self._look)
         # With the stages, which are known by their id, so that it stays theirs.
-        self._looks: dict[int, tuple[object, list[tuple[int, ...]]]] = {}
         self._priced: dict[tuple[object, ...], tuple[object, list[PricedChunk]]] = {}
         self._states: dict[tuple[object, ...], ChunkState] = {}
         self._plain_ends: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -101,14 +103,30 @@ class Pricer:
         Where backward is split, a rank may end with weights, for which no other waits.
         """
         shown, delays = self._messages.of(candidate, len(chunks))
-        seconds = ChunkSeconds.plain(chunks).with_messages(shown)
-        is_split = schedule_splits_backward(candidate.schedule)
+        is_split, m = schedule_splits_backward(candidate.schedule), candidate.num_micro_batches
+        ranks = placed(candidate, len(chunks))
+        # Equal chunks are one object: the work of ranks that have the same ones is added up once.
+        work = {id(chunk): chunk.forward + chunk.backward + chunk.weights for chunk in chunks}
+        of_ranks: dict[tuple[int, ...], float] = {}
+        is_shown = any(shown)
         most = head = tail = 0.0
-        for rank, own in enumerate(placed(candidate, len(chunks))):
-            most = max(most, head + candidate.num_micro_batches * seconds.of_rank(own) + tail)
+        for rank, own in enumerate(ranks):
+            first = chunks[rank]
+            forward, backward = first.forward, first.backward
+            if is_shown:
+                seconds = sum(work[id(chunks[at])] + shown[at] for at in own)
+                forward, backward = forward + shown[rank] / 2, backward + shown[rank] / 2
+            else:
+                place = tuple([id(chunks[at]) for at in own])
+                if place not in of_ranks:
+                    of_ranks[place] = sum(map(work.__getitem__, place))
+                seconds = of_ranks[place]
+            here = head + m * seconds + tail
+            if here > most:
+                most = here
             if rank < len(delays):
-                head += seconds.forward[rank] + delays[rank]
-                tail += 0.0 if is_split else seconds.backward[rank] + delays[rank]
+                head += forward + delays[rank]
+                tail += 0.0 if is_split else backward + delays[rank]
         return most
 
     def _ends_without_waits(self, candidate: Candidate, chunks: Sequence[PricedChunk]) -> tuple[float, ...]:
@@ -123,7 +141,7 @@ class Pricer:
         p, m = candidate.pp, candidate.num_micro_batches
         chunks = self._priced_chunks(candidate)
         mine = placed(candidate, len(chunks))
-        states = self._state_of_ranks(chunks, candidate)
+        states = self._state_of_ranks(chunks, candidate, self._gathered_again(candidate))
         plain, waiting = ChunkSeconds.plain(chunks), ChunkSeconds.waiting(chunks, states, candidate)
         own = [m * waiting.of_rank(chunks_here) for chunks_here in mine]
         ends = self._ends_without_waits(candidate, chunks) if waiting == plain else self._play(candidate, waiting)
@@ -172,7 +190,8 @@ class Pricer:
     def timeline(self, candidate: Candidate) -> Timeline:
         """The schedule on the clock, every action by name."""
         chunks = self._priced_chunks(candidate)
-        waiting = ChunkSeconds.waiting(chunks, self._state_of_ranks(chunks, candidate), candidate)
+        states = self._state_of_ranks(chunks, candidate, self._gathered_again(candidate))
+        waiting = ChunkSeconds.waiting(chunks, states, candidate)
         shown, delays = self._messages.of(candidate, len(chunks))
         seconds = waiting.with_messages(shown)
         schedule = make_schedule(
@@ -247,37 +266,28 @@ class Pricer:
         stages = stage_units(self.job, candidate)
         known = self._priced.get((id(stages), is_split, key))
         if known is None:
+            looks = self._kinds.of(stages)
             setting: UnitSetting | None = None
-            found = []
-            if id(stages) not in self._looks:
-                self._looks[id(stages)] = stages, [tuple(self._look[id(unit)] for unit in units) for units in stages]
-            for units, looks in zip(stages, self._looks[id(stages)][1], strict=True):
-                chunk = self._chunks.get((looks, is_split, key))
+            found = {}
+            for kind in looks.kinds:
+                chunk = self._chunks.get((kind.number, is_split, key))
                 if chunk is None:
                     setting = setting or self._setting(candidate)
-                    chunk = self._chunk(units, looks, setting, key, is_split=is_split)
-                    self._chunks[looks, is_split, key] = chunk
-                found.append(chunk)
-            known = self._priced[id(stages), is_split, key] = stages, found
+                    chunk = self._chunks[kind.number, is_split, key] = self._chunk(
+                        kind, setting, key, is_split=is_split
+                    )
+                found[kind.number] = chunk
+            known = self._priced[id(stages), is_split, key] = stages, [found[number] for number in looks.numbers]
         return known[1]
 
-    def _chunk(
-        self,
-        units: Sequence[UnitSpec],
-        looks: tuple[int, ...],
-        setting: UnitSetting,
-        key: tuple[object, ...],
-        *,
-        is_split: bool,
-    ) -> PricedChunk:
+    def _chunk(self, kind: ChunkKind, setting: UnitSetting, key: tuple[object, ...], *, is_split: bool) -> PricedChunk:
         parts = dict.fromkeys(PARTS, 0.0)
         fixed = self.software.micro_batch_seconds
         forward = backward = fixed
         weights = fixed if is_split else 0.0
         parts["host"] = 2 * fixed + weights
-        first = dict(zip(reversed(looks), reversed(units), strict=True))
-        for look, unit in first.items():
-            seconds, times = self._unit(unit, setting, key), looks.count(look)
+        for unit, times in kind.counted:
+            seconds = self._unit(unit, setting, key)
             forward += times * seconds.forward.total
             put_off = seconds.weights if is_split else 0.0
             backward += times * (seconds.backward_total - put_off)
@@ -291,10 +301,10 @@ class Pricer:
                 parts["cp_exposed"] += times * phase.cp
                 parts["ep_exposed"] += times * phase.ep
             parts["recompute"] += times * seconds.recompute
-        place = (looks, setting.tp, setting.ep)
+        place = (kind.number, setting.tp, setting.ep)
         state = self._states.get(place)
         if state is None:
-            state = self._states[place] = chunk_state(units, tp=setting.tp, ep=setting.ep, job=self.job)
+            state = self._states[place] = chunk_state(kind.units, tp=setting.tp, ep=setting.ep, job=self.job)
         added = (state.dense + state.expert) * self.software.accumulate_bytes
         added /= setting.device.memory_bytes_per_second * self.software.memory_fraction
         if is_split:
@@ -307,25 +317,36 @@ class Pricer:
 
     # ---------------------------------------------------------------- state
 
-    def _state_of_ranks(self, chunks: Sequence[PricedChunk], candidate: Candidate) -> list[StateSeconds]:
-        """Per pipeline rank; ranks with equal chunks share it."""
+    def _gathered_again(self, candidate: Candidate) -> tuple[int, ...]:
+        """Bytes of each pipeline rank; none where a run of micro-batches keeps what is whole, or another stack gathers
+        in its own way."""
+        if candidate.zero_stage != 3 or candidate.reshard_after == "run" or self.software.unit_messages:
+            return (0,) * candidate.pp
+        return gathered_again(self.job, candidate)
+
+    def _state_of_ranks(
+        self, chunks: Sequence[PricedChunk], candidate: Candidate, again: Sequence[int] = ()
+    ) -> list[StateSeconds]:
+        """Per pipeline rank; ranks with equal chunks share it. `again`: bytes that each gathers once more; none for a
+        bound."""
         c = candidate
         run = (c.schedule, c.num_micro_batches) if c.reshard_after == "run" else ()
         cutting = (
-            c.pp, c.dp_replicate, c.dp_shard, c.zero_stage, c.grad_reduce, run, c.is_overlapped, c.is_offloaded,
+            c.pp, c.dp_replicate, c.dp_shard, c.zero_stage, c.grad_reduce, run, c.is_overlapped, c.offload,
         )  # fmt: skip
         known = self._known_states
         found = []
-        for places in placed(candidate, len(chunks)):
+        for rank, places in enumerate(placed(candidate, len(chunks))):
             own = [chunks[place] for place in places]
+            repeated = again[rank] if again else 0
             is_whole = candidate.pp > 1 and {0, len(chunks) - 1} <= set(places)
-            key = (cutting, is_whole, *map(id, own))
+            key = (cutting, is_whole, repeated, *map(id, own))
             state = known.get(key)
             if state is None:
                 parts = [chunk.state for chunk in own]
                 if is_whole and parts[-1].tied:  # what is tied to the beginning lies on this rank once
                     parts[-1] = self._without_ties(parts[-1])
-                state = known[key] = self._state(own, parts, candidate)
+                state = known[key] = self._state(own, parts, candidate, repeated)
             found.append(state)
         return found
 
@@ -334,7 +355,9 @@ class Pricer:
             self._untied[id(state)] = replace(state, dense=state.dense - state.tied, tied=0)
         return self._untied[id(state)]
 
-    def _state(self, chunks: Sequence[PricedChunk], parts: Sequence[ChunkState], candidate: Candidate) -> StateSeconds:
+    def _state(
+        self, chunks: Sequence[PricedChunk], parts: Sequence[ChunkState], candidate: Candidate, repeated: int
+    ) -> StateSeconds:
         over_experts = self._links.of_experts(candidate, is_data_parallel=True)
         return state_seconds(
             self.job,
@@ -353,6 +376,7 @@ class Pricer:
                 whole=self._links.of(candidate, ("dp_replicate", "dp_shard", "cp")),
             ),
             expert=StateLinks(shard=over_experts, replica=None, whole=over_experts),
+            gathered_again=repeated,
             known_waits=self._unit_waits,
         )
 

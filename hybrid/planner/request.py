@@ -34,7 +34,7 @@ FIXABLE: Mapping[str, str] = MappingProxyType(
         "recompute": "recompute",
         "grad_reduce": "grad_reduce",
         "reshard_after": "reshard_after",
-        "offload": "is_offloaded",
+        "offload": "offload",
     }
 )
 
@@ -59,6 +59,7 @@ _WORDS = {
     "recompute": ("none", "core_attention", "selective", "full"),
     "grad_reduce": ("every_micro_batch", "last_micro_batch"),
     "reshard_after": ("unit", "run"),
+    "offload": ("none", "optimizer", "parameters"),
 }
 
 
@@ -70,6 +71,7 @@ class Request:
     is_all: also what this version of hybrid cannot run (context and expert parallel, recompute of attention only).
     risk: highest chance of running out of memory that a plan may have.
     memory_bytes: of a device; None for all that it has.
+    host_memory_bytes: of one host; None where it is not known, so that offload is planned whatever it needs there.
     num_plans: how many to rank.
     correction: what measured layouts of this model on this machine have made of the job's constants.
     """
@@ -79,6 +81,7 @@ class Request:
     is_all: bool = False
     risk: float = 0.05
     memory_bytes: float | None = None
+    host_memory_bytes: float | None = None
     num_plans: int = 10
     correction: Correction | None = None
 
@@ -129,13 +132,12 @@ def read_fixed(given: Mapping[str, Any] | str, *, option: str = "--fix") -> dict
 def _value(name: str, value: Any) -> tuple[Any, str]:
     if name in _WORDS:
         text = str(value)
+        if name == "offload":  # a boolean, as Fleet has it
+            text = {"true": "optimizer", "on": "optimizer", "false": "none", "off": "none"}.get(text.lower(), text)
         return (text, "") if text in _WORDS[name] else (None, f"expected one of {', '.join(_WORDS[name])}")
-    if name == "offload" and str(value).lower() in {"optimizer", "none"}:
-        return str(value).lower() == "optimizer", ""
-    if name in {"sequence_parallel", "offload"}:
+    if name == "sequence_parallel":
         truth = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}.get(str(value).lower())
-        expected = "optimizer or none" if name == "offload" else "true or false"
-        return (truth, "") if truth is not None else (None, f"expected {expected}")
+        return (truth, "") if truth is not None else (None, "expected true or false")
     try:
         number = int(str(value))
     except ValueError:

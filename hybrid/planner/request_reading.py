@@ -21,7 +21,7 @@ from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.software import Software, software_of
 from hybrid.planner.stages import num_layers
 from hybrid.planner.trials import Trial, read_trials
-from hybrid.strategy.live_model import is_chain, is_module
+from hybrid.strategy.live_model import is_module, num_cut_layers
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "contradictions", "make_request", "with_trials"]
 
@@ -64,6 +64,7 @@ def make_request(
     include_unbuilt: bool = False,
     risk: float = 0.05,
     memory_bytes: float | None = None,
+    host_memory_bytes: float | None = None,
     num_plans: int = 10,
     use_measurements: bool = True,
 ) -> Request:
@@ -98,14 +99,23 @@ def make_request(
     if use_measurements and "cluster" in made and made["cluster"].measured is not None:
         read("trials", lambda: read_trials(made["cluster"].path))
     problems += _number_problems(
-        global_batch_size=global_batch_size, seq=seq, risk=risk, memory_bytes=memory_bytes, num_plans=num_plans
-    )
+        global_batch_size=global_batch_size, seq=seq, risk=risk, num_plans=num_plans,
+        sizes={"memory_bytes": memory_bytes, "host_memory_bytes": host_memory_bytes},
+    )  # fmt: skip
     if "model" in made:
         problems += _length_problems(made["model"], seq)
     if "cluster" in made:
         problems += _device_problems(made["cluster"], made.get("precision"), memory_bytes)
-    if "fixed" in made:
-        _leave_whole(model, made["fixed"])
+    if "fixed" in made and "model" in made and is_module(model):
+        number, problem = num_cut_layers(model, sample) if made["fixed"].get("pp") != 1 else (0, "")
+        if number:
+            made["model"] = replace(made["model"], num_cut_layers=number)
+        if problem and "pp" in made["fixed"]:
+            problems.append(f"pp {made['fixed']['pp']}: {problem}")
+        elif problem:
+            made["fixed"]["pp"] = 1
+            note = f"planned without a pipeline: {problem}"
+            made["model"] = replace(made["model"], notes=(*made["model"].notes, note))
     if problems:
         raise PlanError(problems)
     if isinstance(precision, str) and isinstance(software, str) and not software.startswith("hybrid"):
@@ -127,6 +137,7 @@ def make_request(
         is_all=include_unbuilt,
         risk=risk,
         memory_bytes=memory_bytes,
+        host_memory_bytes=host_memory_bytes or made["cluster"].host_memory_bytes,
         num_plans=num_plans,
     )
     wrong = contradictions(request)
@@ -169,12 +180,6 @@ def _device_problems(cluster: Cluster, precision: Precision | None, memory_bytes
     return problems
 
 
-def _leave_whole(model: Any, fixed: dict[str, Any]) -> None:
-    """A live module that is no chain of layers is a pipeline only where that is asked for: it takes a sample to cut."""
-    if is_module(model) and not is_chain(model):
-        fixed.setdefault("pp", 1)
-
-
 def _cluster(given: Any, links: Mapping[str, Any]) -> Cluster:
     if not isinstance(given, Cluster):
         return parse_cluster(given, **links)
@@ -194,7 +199,7 @@ def _named(what: str, given: Any, known: Mapping[str, Any], kind: type) -> Any:
     return found
 
 
-def _number_problems(*, risk: float, memory_bytes: float | None, **counts: int | None) -> list[str]:
+def _number_problems(*, risk: float, sizes: Mapping[str, float | None], **counts: int | None) -> list[str]:
     problems = [
         f"{name} = {value!r}: expected a whole number of at least 1"
         for name, value in counts.items()
@@ -207,8 +212,11 @@ def _number_problems(*, risk: float, memory_bytes: float | None, **counts: int |
     ]
     if not isinstance(risk, int | float) or not 0 < risk < 1:
         problems.append(f"risk = {risk!r}: expected a chance between 0 and 1, such as 0.05")
-    if memory_bytes is not None and (not isinstance(memory_bytes, int | float) or not 0 < memory_bytes < inf):
-        problems.append(f"memory_bytes = {memory_bytes!r}: expected the bytes of a device, a number above 0")
+    problems += [
+        f"{name} = {value!r}: expected the bytes of a {'host' if 'host' in name else 'device'}, a number above 0"
+        for name, value in sizes.items()
+        if value is not None and (not isinstance(value, int | float) or not 0 < value < inf)
+    ]
     return problems
 
 
@@ -283,6 +291,16 @@ def contradictions(request: Request) -> list[str]:
         problems.append(
             f"zero_stage 0 cuts nothing, but shard_size is {fixed['dp_shard']}: give stage 1, 2 or 3, or no shard_size"
         )
+    if fixed.get("zero_stage", 3) < 3 and fixed.get("offload") == "parameters":
+        problems.append(
+            f"offload 'parameters' is of zero_stage 3 only, not {fixed['zero_stage']}: what can lie in host memory are "
+            "cut parameters; 'optimizer' works at every stage"
+        )
+    if fixed.get("offload", "none") != "none" and job.cluster.device.is_processor:
+        problems.append(
+            f"offload {fixed['offload']!r}: the devices of {job.cluster.name} are processors, whose memory is the "
+            "host's, so nothing would be saved; leave it out"
+        )
     if fixed.get("zero_stage", 3) < 3 and fixed.get("reshard_after") == "run":
         problems.append("reshard_after 'run' is of zero_stage 3 only")
     if fixed.get("zero_stage", 3) < 2 and fixed.get("grad_reduce") == "every_micro_batch":
@@ -299,7 +317,8 @@ def contradictions(request: Request) -> list[str]:
             f"virtual_stages {fixed['virtual_stages']} needs schedule 'interleaved', not {fixed['schedule']!r}"
         )
     problems += _pipeline_contradictions(job, fixed)
-    if fixed.get("zero_stage", 0) > 0 and fixed.get("dp", 2) * fixed.get("cp", 1) == 1:
+    is_cut_alone = fixed.get("offload") == "parameters"
+    if fixed.get("zero_stage", 0) > 0 and fixed.get("dp", 2) * fixed.get("cp", 1) == 1 and not is_cut_alone:
         problems.append(f"zero_stage {fixed['zero_stage']} cuts state over dp ranks, but dp is 1: give stage 0")
     if fixed.get("sequence_parallel") and fixed.get("tp") == 1:
         problems.append("sequence_parallel needs tp of 2 or more, but tp is 1")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
+from hybrid.planner.data_file import read_data_file
 
 __all__ = ["rule"]
 
@@ -18,4 +17,4 @@ def rule(name: str) -> Any:
 
 @cache
 def _entries() -> dict[str, dict[str, Any]]:
-    return dict(yaml.safe_load(files("hybrid.planner").joinpath("data/rules.yaml").read_text(encoding="utf-8")))
+    return dict(read_data_file("rules.yaml"))

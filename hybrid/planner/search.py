@@ -22,7 +22,7 @@ from hybrid.planner.base_queue import Entry, Rejection, SmallestFailing, Tally, 
 from hybrid.planner.constraints import batch_problems, shape_problems
 from hybrid.planner.cost import StepTime, least_base_seconds, least_step_seconds, step_time
 from hybrid.planner.job import Candidate
-from hybrid.planner.memory import MemoryPlan, least_bytes, memory, worst_bytes
+from hybrid.planner.memory import MemoryPlan, least_bytes, least_bytes_of, memory, worst_bytes
 from hybrid.planner.memory_layers import num_communicators
 from hybrid.planner.options import bases, least_memory, shapes, state_options
 from hybrid.planner.request import Request
@@ -120,14 +120,16 @@ class _Search:
                 self.tally.add("slower", partial(self._beaten, entry), 1 + len(self.queue))
                 return
             if entry.is_played:
+                least_of = least_bytes_of(self.job, entry.base)
                 for option in state_options(self.request, entry.base):
                     self.num_considered += 1
-                    self._try(option)
+                    self._try(option, least_of(option))
             elif not entry.has_chunks:
                 self._num_done += 1
                 if self._progress is not None:
                     self._progress(self._num_done, self._num_bases)
-                self._push(entry, is_played=False)
+                if not self._is_known_to_fail(entry.base):
+                    self._push(entry, is_played=False)
             elif self._may_fit(entry.base):
                 self._push(entry, is_played=True)
 
@@ -149,14 +151,13 @@ class _Search:
 
     def _may_fit(self, base: Candidate) -> bool:
         """Whether some state option of a base fits, and nothing better is known of it."""
-        if self._failing.fails(base):
-            self.tally.add("memory", lambda: f"{base.label} keeps more than one that does not fit")
+        if self._is_known_to_fail(base):
             return False
         least = least_memory(self.request, base)
         if least is None:
             self.tally.add("sharding", lambda: "no stage and shard_size with what is fixed")
             return False
-        if not self._fits(least, is_exact=False):
+        if not self._fits(least, least_bytes(self.job, least), is_exact=False):
             self._failing.add(base)
             return False
         if _is_spare_gpipe(self.request, base):
@@ -164,24 +165,32 @@ class _Search:
             return False
         return True
 
-    def _fits(self, option: Candidate, *, is_exact: bool) -> bool:
+    def _is_known_to_fail(self, base: Candidate) -> bool:
+        if self._failing.fails(base):
+            self.tally.add("memory", lambda: f"{base.label} keeps more than one that does not fit")
+            return True
+        return False
+
+    def _fits(self, option: Candidate, size: float, *, is_exact: bool) -> bool:
         """By the bytes that it has at least, or by all of them."""
-        size = worst_bytes(self.job, option) if is_exact else least_bytes(self.job, option)
         if size <= self._room.most_bytes(option):
             return True
         self.tally.add("memory", lambda: _too_large(option, fit_of(self.request, memory(self.job, option))))
         self._large.append(_TooLarge(option, size, is_exact))
         return False
 
-    def _try(self, option: Candidate) -> None:
-        if not self._fits(option, is_exact=False):
+    def _try(self, option: Candidate, least_bytes: float) -> None:
+        if not self._fits(option, least_bytes, is_exact=False):
             return
         if len(self.kept) == self.request.num_plans:  # sooner than to count all of its bytes
             least = least_step_seconds(self.job, option)
             if self._is_beaten(least):
                 self.tally.add("slower", lambda: f"{option.label} takes {least:.4g} s or more")
                 return
-        if not self._fits(option, is_exact=True):
+        if not self._fits(option, worst_bytes(self.job, option), is_exact=True):
+            return
+        if not host_fits(self.request, option):
+            self.tally.add("host memory", lambda: _too_large_for_host(self.request, option))
             return
         self.num_priced += 1
         self.kept.append(self._priced(option, step_time(self.job, option)))
@@ -248,6 +257,22 @@ def _is_spare_gpipe(request: Request, candidate: Candidate) -> bool:
     return own >= other * (1 - _SAME)
 
 
+def host_fits(request: Request, option: Candidate) -> bool:
+    """Whether the hosts have what offload keeps there; where nobody says what they have, they do."""
+    if not option.is_offloaded or request.host_memory_bytes is None:
+        return True
+    return memory(request.job, option).fullest_host_bytes <= request.host_memory_bytes
+
+
+def _too_large_for_host(request: Request, option: Candidate) -> str:
+    assert request.host_memory_bytes is not None
+    needed = memory(request.job, option).fullest_host_bytes
+    return (
+        f"{option.label} keeps {needed / 1e9:.1f} GB in the memory of one host, which has "
+        f"{request.host_memory_bytes / 1e9:.1f} GB"
+    )
+
+
 def _too_large(candidate: Candidate, fit: Fit) -> str:
     return (
         f"{candidate.label} needs {fit.needed_bytes / 1e9:.1f} GB of {fit.limit_bytes / 1e9:.1f} GB "
@@ -267,8 +292,15 @@ def anything_fits(request: Request) -> bool:
             if grown[0].recompute != request.fixed.get("recompute", "full"):
                 continue
             base = next((base for base in grown if first_problem(request, base) is None), None)
-            least = None if base is None else least_memory(request, base)
-            if least is not None and worst_bytes(request.job, least) <= room.most_bytes(least):
+            if base is None:
+                continue
+            least = least_memory(request, base)
+            if least is None or worst_bytes(request.job, least) > room.most_bytes(least):
+                continue
+            if host_fits(request, least):
+                return True
+            others = (one for one in state_options(request, base) if host_fits(request, one))
+            if any(worst_bytes(request.job, one) <= room.most_bytes(one) for one in others):
                 return True
     return False
 
@@ -309,5 +341,7 @@ def _outcome(request: Request, option: Candidate) -> str:
     fit = fit_of(request, memory(request.job, option))
     if not fit.fits:
         return _too_large(option, fit)
+    if not host_fits(request, option):
+        return _too_large_for_host(request, option)
     seconds = step_time(request.job, option).total_seconds
     return f"{seconds:.4g} s a step, {fit.needed_bytes / 1e9:.1f} GB"

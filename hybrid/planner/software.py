@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from hybrid.errors import PlanError
+from hybrid.planner.data_file import read_data_file
 from hybrid.planner.nearest import nearest
 
 __all__ = ["Constant", "Software", "software_names", "software_of"]
@@ -152,5 +150,4 @@ def software_of(name: str) -> Software:
 
 @cache
 def _sets() -> dict[str, dict[str, Any]]:
-    text = files("hybrid.planner").joinpath("data/software.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    return dict(read_data_file("software.yaml"))

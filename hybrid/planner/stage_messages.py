@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank
+from hybrid.contracts.cluster import GroupLinks
 from hybrid.contracts.schedule_choice import schedule_placement
 from hybrid.planner.axis_links import AxisLinks
 from hybrid.planner.collectives import Fabric, collective_seconds
@@ -18,6 +21,7 @@ class StageMessages:
     def __init__(self, job: Job, software: Software, fabric: Fabric, links: AxisLinks) -> None:
         self._job, self._software, self._fabric, self._links = job, software, fabric, links
         self._known: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
+        self._legs: dict[tuple[object, ...], list[GroupLinks | None]] = {}
 
     def of(self, candidate: Candidate, num_chunks: int) -> tuple[list[float], list[float]]:
         """What each chunk waits for its messages per micro-batch, and what delays the others at each cut."""
@@ -48,17 +52,26 @@ class StageMessages:
             if not candidate.sequence_parallel:
                 gather = collective_seconds("all_gather", size, tp_links, fabric=self._fabric, software=software)
             size /= candidate.tp
-        placement = schedule_placement(candidate.schedule)
-        leg = []  # the cuts repeat, every leg of the model or every two
-        seconds: dict[int, float] = {}
-        for cut in range(min(num_chunks - 1, 2 * candidate.pp if placement is ChunkPlacement.V else candidate.pp)):
-            source, target = (chunk_rank(chunk, candidate.pp, placement) for chunk in (cut, cut + 1))
-            if source == target:
-                leg.append(0.0)
-                continue
-            link = self._links.of_stages(candidate, source, target)
-            if id(link) not in seconds:
+        seconds: dict[int, float] = {0: 0.0}
+        leg = []
+        for link in self._leg(candidate, num_chunks):
+            place = id(link) if link is not None else 0
+            if place not in seconds:
                 sent = collective_seconds("send", size, link, fabric=self._fabric, software=software)
-                seconds[id(link)] = sent + gather
-            leg.append(seconds[id(link)])
+                seconds[place] = sent + gather
+            leg.append(seconds[place])
         return (leg * -(-(num_chunks - 1) // len(leg)))[: num_chunks - 1]
+
+    def _leg(self, candidate: Candidate, num_chunks: int) -> list[GroupLinks | None]:
+        """Links of the cuts, which repeat, every leg of the model or every two; None between chunks of one rank."""
+        placement = schedule_placement(candidate.schedule)
+        length = min(num_chunks - 1, 2 * candidate.pp if placement is ChunkPlacement.V else candidate.pp)
+        key = (candidate.pp, candidate.world_size, placement, length)
+        known = self._legs.get(key)
+        if known is None:
+            ranks = [chunk_rank(chunk, candidate.pp, placement) for chunk in range(length + 1)]
+            known = self._legs[key] = [
+                None if source == target else self._links.of_stages(candidate, source, target)
+                for source, target in pairwise(ranks)
+            ]
+        return known

@@ -7,7 +7,7 @@ from hybrid.planner.job import Candidate, Job
 from hybrid.planner.kept import Kept
 from hybrid.planner.model_spec import ModelSpec, UnitSpec
 
-__all__ = ["num_layers", "stage_ranges", "stage_units"]
+__all__ = ["Chunks", "num_layers", "stage_ranges", "stage_units"]
 
 # As in `contracts/stage_split.py`: what one parameter weighs beside a forward flop of one micro-batch.
 _FLOPS_PER_PARAMETER = 6
@@ -21,8 +21,8 @@ _COSTS: Kept[tuple[tuple[float, int], ...]] = Kept(64)
 
 
 def num_layers(model: ModelSpec) -> int:
-    """What a pipeline can be cut into: every unit."""
-    return len(model.units)
+    """What a pipeline can be cut into: every unit, or the fewer calls that the forward of a live model makes."""
+    return min(len(model.units), model.num_cut_layers or len(model.units))
 
 
 def stage_units(job: Job, candidate: Candidate) -> Chunks:

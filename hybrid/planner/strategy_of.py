@@ -27,7 +27,7 @@ def strategy_of(job: Job, candidate: Candidate) -> DistributedStrategy:
         if candidate.zero_stage:
             cut["shard_size"] = candidate.dp_shard
         if candidate.is_offloaded:
-            cut["offload"] = "optimizer"
+            cut["offload"] = candidate.offload
         if candidate.zero_stage >= 2:
             cut["grad_reduce"] = candidate.grad_reduce
         if candidate.zero_stage == 3:

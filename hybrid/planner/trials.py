@@ -28,7 +28,7 @@ from hybrid.contracts.kept_file import locked, replace_text
 from hybrid.contracts.measurements import Day, Seconds, Spread
 from hybrid.contracts.schedule import SCHEDULE_NAMES
 from hybrid.errors import PlanError
-from hybrid.planner.job import Candidate, Job
+from hybrid.planner.job import Candidate, Job, Offload
 from hybrid.planner.model_spec import Recompute
 
 __all__ = ["Trial", "TrialLayout", "read_trials", "save_trials", "trials_file"]
@@ -61,7 +61,7 @@ class TrialLayout(BaseModel):
     grad_reduce: Literal["every_micro_batch", "last_micro_batch"] = "last_micro_batch"
     reshard_after: Literal["unit", "run"] = "unit"
     is_overlapped: StrictBool = True
-    is_offloaded: StrictBool = False
+    offload: Offload = "none"
 
     @field_validator("schedule")
     @classmethod

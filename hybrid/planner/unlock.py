@@ -46,8 +46,9 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"without {_SHOWN.get(name, name)}={value}", replace(request, fixed=left)
     if len(request.fixed) > 1:
         yield "with nothing fixed", replace(request, fixed={})
-    if not request.is_all and "is_offloaded" not in request.fixed:
-        yield "with offload=optimizer", replace(request, fixed={**request.fixed, "is_offloaded": True})
+    if not request.is_all and "offload" not in request.fixed:
+        for what in ("optimizer", "parameters"):
+            yield f"with offload={what}", replace(request, fixed={**request.fixed, "offload": what})
     if not job.is_flash:
         yield "with a fused attention kernel (flash)", replace(request, job=replace(job, is_flash=True))
     if not job.model.is_seq_fixed:

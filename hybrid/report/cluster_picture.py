@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from hybrid.contracts.cluster import Cluster
 from hybrid.report.cluster_folding import Domain, Folded, fold
-from hybrid.report.svg import WIDTH, box, frame, label, line, svg
+from hybrid.report.svg import NUM_COLORS, WIDTH, box, frame, label, line, svg
 from hybrid.units import format_rate
 
 __all__ = ["cluster_picture"]
@@ -42,10 +42,15 @@ class _Place:
         return min(max(x, self.x - half), self.x + half)
 
 
-def cluster_picture(cluster: Cluster) -> tuple[Markup, str, Folded]:
-    """(picture, caption, what was folded)."""
+def cluster_picture(cluster: Cluster, marks: Mapping[str, tuple[int, str]] | None = None) -> tuple[Markup, str, Folded]:
+    """(picture, caption, what was folded).
+
+    Args:
+        cluster: what is drawn.
+        marks: device -> (colour, what its tip says as well); all else is grey then.
+    """
     folded = fold(cluster, room=WIDTH - _LEFT, width_of=_width, most_switches=_MOST_SWITCHES)
-    drawing = _Drawing(cluster, folded)
+    drawing = _Drawing(cluster, folded, marks)
     picture = drawing.picture()
     return picture, _caption(cluster, folded, has_slow_links=drawing.has_slow_links), folded
 
@@ -78,13 +83,15 @@ def _width(domain: Domain) -> float:
 class _Drawing:
     """Places of all vertices that are shown, then the links between them."""
 
-    def __init__(self, cluster: Cluster, folded: Folded) -> None:
+    def __init__(self, cluster: Cluster, folded: Folded, marks: Mapping[str, tuple[int, str]] | None) -> None:
         self._graph: nx.Graph = cluster.graph
+        self._marks = marks
         self._folded = folded
         self._ranks: Mapping[str, int] = {name: rank for rank, name in enumerate(cluster.ranks)}
         self._places: dict[str, _Place] = {}
         self._ends: dict[str, _Place] = {}  # where links of a vertex end, where it is not its own place
         self._frames: list[Markup] = []
+        self._titles: list[Markup] = []
         self._names: list[tuple[float, str]] = []
         self._row = 0
         widest = max(map(len, folded.tiers), default=0)
@@ -103,7 +110,7 @@ class _Drawing:
             for place in self._places.values()
         ]
         names = [label(0, y, name) for y, name in self._names]
-        return svg([*self._frames, *lines, *boxes, *names, *labels], self._height)
+        return svg([*self._frames, *lines, *self._titles, *boxes, *names, *labels], self._height)
 
     # ---------------------------------------------------------------- places
 
@@ -125,7 +132,7 @@ class _Drawing:
                 width=min(room, 520) if is_spine and len(names) == 1 else min(86, step - 4),
                 height=18,
                 row=self._row,
-                look="c4",
+                look=self._look("c4"),
                 tip=f"{name}{'' if not is_spine else ' (stands for all of them)'}{others}\n{self._told(name)}",
             )
         self._row += 1
@@ -143,7 +150,7 @@ class _Drawing:
     def _place_domain(self, domain: Domain, left: float, width: float, top: float) -> float:
         y, row = top + 24, self._row
         times = f" × {len(domain.alike)}" if len(domain.alike) > 1 else ""
-        self._frames.append(label(left + 8, top + 15, f"{domain.name}{times}"))
+        self._titles.append(label(left + 8, top + 15, f"{domain.name}{times}", look="over-lines"))
         if domain.cards:
             y = self._place_row(domain.cards, "cards", left, width, y, row, "c5") + 30
         y = self._place_row(domain.devices, "devices", left, width, y, row + 1, "c0")
@@ -159,7 +166,7 @@ class _Drawing:
                 width=width - 16,
                 height=16,
                 row=row + 2,
-                look="c7" if is_host else "c2",
+                look=self._look("c7" if is_host else "c2"),
                 tip=f"{name}\n{self._told(name)}",
             )
             y += 16
@@ -182,7 +189,7 @@ class _Drawing:
                 width=cell - (4 if cell > 20 else 2),
                 height=16 if cell > 20 else cell - 2,
                 row=row,
-                look=look,
+                look=self._look(look, name),
                 tip=f"{self._title(name)}\n{self._told(name)}",
             )
         num_lines = -(-len(names) // per_line)
@@ -193,6 +200,12 @@ class _Drawing:
             self._ends.update(dict.fromkeys(names, block))
         return y + height
 
+    def _look(self, look: str, name: str = "") -> str:
+        """Of a vertex, as it is by itself or by its mark."""
+        if self._marks is None:
+            return look
+        return f"c{self._marks[name][0] % NUM_COLORS}" if name in self._marks else "c7"
+
     def _name(self, y: float, word: str) -> None:
         """Of a row; once."""
         if all(name != word for _, name in self._names):
@@ -200,7 +213,9 @@ class _Drawing:
 
     def _title(self, name: str) -> str:
         if name in self._ranks:
-            return f"rank {self._ranks[name]}: {name}, {self._graph.nodes[name].get('device', '')}".rstrip(", ")
+            mark = "" if self._marks is None or name not in self._marks else f"\n{self._marks[name][1]}"
+            said = f"rank {self._ranks[name]}: {name}, {self._graph.nodes[name].get('device', '')}".rstrip(", ")
+            return said + mark.rstrip("\n")
         return name
 
     def _told(self, name: str) -> str:

@@ -61,6 +61,11 @@ def write_launch_files(plan: Plan, folder: Path) -> tuple[Path, ...]:
         PlanError: as `launch_files`; or the folder cannot be written.
     """
     files = launch_files(plan, folder)
+    if folder.is_file():
+        raise PlanError(
+            f"--out {folder}: is a file, and launch files need a folder; the strategy alone goes to a name that ends "
+            "in .yaml or .json"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -12,6 +12,7 @@ from hybrid.planner.cost import step_timeline
 from hybrid.planner.plan import Plan, Plans
 from hybrid.planner.search import Priced, search
 from hybrid.planner.software import software_of
+from hybrid.report.cluster_picture import cluster_picture
 from hybrid.report.page import Section, TableData, page
 from hybrid.report.pictures import Bar, Point, bars, devices, gantt, legend, part_names, points
 from hybrid.report.plan_table import advice_lines, plan_columns, time_parts
@@ -69,6 +70,7 @@ def _sections(plans: Plans) -> Iterator[Section]:
     if best.candidate.pp > 1:
         picture, caption = gantt(step_timeline(best.job, best.candidate))
         yield Section(name="schedule", heading=f"Schedule: {best.candidate.schedule}", picture=picture, caption=caption)
+    yield _on_the_graph(best)
     yield _rank_map(best)
     yield Section(
         name="candidates",
@@ -101,11 +103,29 @@ def _memory_bars(plan: Plan) -> list[Bar]:
     ]
 
 
-def _rank_map(plan: Plan) -> Section:
-    cluster, chosen = plan.job.cluster, plan.candidate
-    layout = Layout.of(
+def _layout_of(plan: Plan) -> Layout:
+    chosen = plan.candidate
+    return Layout.of(
         pp=chosen.pp, dp_replicate=chosen.dp_replicate, dp_shard=chosen.dp_shard, cp=chosen.cp, tp=chosen.tp
     )
+
+
+def _on_the_graph(plan: Plan) -> Section:
+    """Which ranks the links lie between."""
+    cluster, layout = plan.job.cluster, _layout_of(plan)
+    marks = {}
+    for rank, name in enumerate(cluster.ranks):
+        place = layout.coordinate(rank)
+        said = ", ".join(f"{axis} {index}" for axis, index in place.items() if layout.degree(axis) > 1)
+        marks[name] = (place["pp"], said)
+    picture, caption, folded = cluster_picture(cluster, marks)
+    whose = "" if len(folded.domains) == cluster.num_domains else ", of the devices that are shown"
+    said = f"Colours are pipeline ranks{whose}; point at a line for its rate. "
+    return Section(name="graph", heading="Ranks on the cluster's graph", picture=picture, caption=said + caption)
+
+
+def _rank_map(plan: Plan) -> Section:
+    cluster, layout = plan.job.cluster, _layout_of(plan)
     members: dict[int, list[int]] = {}
     for rank, domain in enumerate(cluster.domain_of):
         members.setdefault(domain, []).append(rank)

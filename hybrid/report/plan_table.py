@@ -148,6 +148,10 @@ def best_in_full(plan: Plan) -> RenderableType:
     for name, interval in (("reserved by the allocator", worst.reserved), ("on the device", worst.device)):
         between = f"{format_bytes(interval.low)} … {format_bytes(interval.high)}"
         memory.add_row(name, format_bytes(interval.expected), f"{interval.expected / limit:.0%}", between)
+    if plan.candidate.is_offloaded:
+        memory.add_row(
+            "in the memory of one host", format_bytes(plan.memory.fullest_host_bytes), "", "of all its ranks"
+        )
     return Group(time, Text(""), memory)
 
 

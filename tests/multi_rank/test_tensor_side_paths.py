@@ -165,9 +165,27 @@ def with_a_norm() -> nn.Module:
     return model
 
 
+class DownAndUp(nn.Module):
+    """A side path by other names."""
+
+    def __init__(self, side: LowRank) -> None:
+        super().__init__()
+        self.base_layer, self.lora_down, self.lora_up = side.base_layer, side.lora_A["default"], side.lora_B["default"]
+
+
+def with_other_names() -> nn.Module:
+    model = Model()
+    for block in model.blocks:
+        attention: Any = block["attention"]  # type: ignore[index]
+        for name in ("q_proj", "v_proj", "o_proj"):
+            setattr(attention, name, DownAndUp(getattr(attention, name)))
+    return model
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a head": (with_side_path_of_head, {"plan": {"lm_head": "head"}}, r"lm_head .*'head'.*low-rank side path"),
     "the sequence": (Model, {"sequence_parallel": True}, r"sequence_parallel"),
+    "other names": (with_other_names, {}, r"q_proj.*: a low-rank side path \(LoRA, DoRA\) is cut .* or use degree 1"),
     "more than a side path": (with_a_norm, {}, r"no 'colwise' layer|no rule|q_proj"),
 }
 

@@ -225,7 +225,12 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     """Missing, not YAML, not a mapping: the file is named."""
     with pytest.raises(PlanError, match=r"cluster file nowhere.yaml: cannot be read \(No such file"):
         parse_cluster("nowhere.yaml")
-    for text, message in (("a: [", "is not YAML"), ("- 1", "it holds list")):
+    for text, message in (
+        ("a: [", "is not YAML"),
+        ("- 1", "it holds list"),
+        ("cluster: 2x8xH100\ncluster: 4x8xH100", "'cluster' stands twice"),  # the last would win
+        ("a: " + "[" * 2000 + "]" * 2000, "levels deep"),
+    ):
         file = tmp_path / "bad.yaml"
         file.write_text(text, encoding="utf-8")
         with pytest.raises(PlanError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_folders_that_are_there_are_kept_and_what_is_in_the_way_is_named(plan: P
     write_launch_files(plan, folder)
     assert (folder / "notes.txt").read_text() == "mine"
     assert "torchrun" in (folder / "launch.sh").read_text()
-    with pytest.raises(PlanError, match=r"--out .*notes\.txt: File exists"):
+    with pytest.raises(PlanError, match=r"--out .*notes\.txt: is a file, and launch files need a folder"):
         write_launch_files(plan, folder / "notes.txt")
     with pytest.raises(PlanError, match=r"--out .*: Not a directory"):
         write_launch_files(plan, folder / "notes.txt" / "inside")
@@ -215,3 +216,22 @@ def test_the_map_that_is_written_is_read(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "ranks.csv"
     file.write_text(launch_files(plan)["ranks.csv"], encoding="utf-8")
     assert [node.name for node in read_rank_map(file).nodes] == ["node0", "node1"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "this is no Slurm job (SLURM_JOB_NODELIST is not set)"),
+        ({"SLURM_JOB_NODELIST": "a[0-2]", "SLURM_NNODES": "3"}, "Slurm gave 3 nodes, and the plan is for 2"),
+    ],
+)
+def test_a_batch_job_that_cannot_work_says_why(
+    variables: dict[str, str], words: str, plan: Plan, tmp_path: Path
+) -> None:
+    """On another number of nodes all launchers would wait for the missing ones until their timeout."""
+    write_launch_files(plan, tmp_path)
+    environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), **variables}
+    job = ["bash", tmp_path / "job.sbatch", "train.py"]
+    done = subprocess.run(job, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr

@@ -13,10 +13,12 @@ from hybrid.errors import PlanError
 from hybrid.planner.collectives import fabric_of
 from hybrid.planner.cost import PARTS, StepTime, step_time, step_timeline, unit_seconds
 from hybrid.planner.job import Candidate, Job, Precision
+from hybrid.planner.memory import gathered_again
 from hybrid.planner.presets import preset
 from hybrid.planner.scaled import scaled_job
 from hybrid.planner.software import Software, software_names, software_of
 from hybrid.planner.traffic import state_bytes
+from hybrid.planner.transformer import gpt_spec
 
 
 def _job(
@@ -163,6 +165,20 @@ def test_stages_of_zero() -> None:
     assert _seconds(slow, base, zero_stage=2, grad_reduce="every_micro_batch") > 1.5 * two
     assert two < _seconds(slow, base, zero_stage=2, is_overlapped=False)
     assert _seconds(slow, base, zero_stage=3, dp_replicate=4, dp_shard=8) < three
+
+
+def test_what_a_forward_gathers_again_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are counted and not priced make a bucket that blocks and head share look free."""
+    model = gpt_spec("t", layers=7, hidden=256, heads=8, vocab=4099, seq=128, family="gpt2", is_tied=False)
+    job = replace(_job(cluster="4x8xA100-80GB", seq=128, precision=Precision(norm=4)), model=model)
+    layout = Candidate(pp=2, dp_shard=16, zero_stage=3, num_micro_batches=16)
+    again = gathered_again(job, layout)
+    assert again[0] == 0 < again[1]
+    with_them = step_time(job, layout).stage_seconds
+    monkeypatch.setattr("hybrid.planner.pricer.gathered_again", lambda *_: (0, 0))
+    without = step_time(replace(job), layout).stage_seconds
+    assert with_them[0] == without[0]
+    assert 1.001 < with_them[1] / without[1] < 1.1
 
 
 def test_node_local_shards_win_at_scale() -> None:

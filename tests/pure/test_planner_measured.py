@@ -360,6 +360,10 @@ def test_a_calibration_that_could_not_be_written_does_not_begin(tmp_path: Path) 
     ):
         assert reason in refused(lambda name=name: calibrate(tmp_path / name)), name
     assert "expected a whole number of at least 1" in refused(lambda: calibrate(tmp_path / "here.yaml", ranks=0))
+    assert "at most" in refused(
+        lambda: calibrate(tmp_path / "here.yaml", ranks=10**6)
+    )  # it would take the machine down
+    assert "cannot be written (" in refused(lambda: calibrate("/proc/here.yaml", ranks=1))  # permissions say it could
 
 
 def test_the_file_of_the_page_is_one() -> None:

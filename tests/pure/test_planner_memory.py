@@ -14,9 +14,9 @@ from benchmarks.accuracy_memory import memory_errors, memory_rows, sources
 from hybrid.contracts.cluster import parse_cluster
 from hybrid.contracts.schedule import make_schedule, max_in_flight
 from hybrid.planner import memory_state
+from hybrid.planner.in_flight import in_flight
 from hybrid.planner.job import Candidate, Job, OptimizerSpec, Precision
 from hybrid.planner.memory import StageMemory, memory
-from hybrid.planner.memory_activations import in_flight
 from hybrid.planner.memory_layers import Interval, framework_profile, num_communicators
 from hybrid.planner.model_spec import ActivationBytes, ModelSpec, ParameterSpec, UnitSpec
 from hybrid.planner.presets import preset
@@ -113,7 +113,7 @@ def test_deepspeeds_estimators() -> None:
     third = memory(job_of(model), zero(3, 8)).worst
     assert third.model_state_bytes == pytest.approx(18 * total / 8, rel=1e-5)
     assert third.at_point("backward")["gathered_units"] == pytest.approx(4 * layer, rel=1e-3)
-    offloaded = memory(job_of(model, precision=precision), zero(2, 8, is_offloaded=True)).worst
+    offloaded = memory(job_of(model, precision=precision), zero(2, 8, offload="optimizer")).worst
     assert offloaded.model_state_bytes == pytest.approx(2 * total, rel=1e-5)
     assert offloaded.host_bytes == pytest.approx(18 * total / 8, rel=1e-5)
 
@@ -357,16 +357,16 @@ def test_the_peak_is_the_fullest_moment(tp: int, pp: int, stage: int, mb: int, p
         assert min(one.parts.values()) >= 0
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
-def test_the_bytes_that_a_search_compares_are_the_sum_of_the_parts(is_offloaded: bool) -> None:
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
+def test_the_bytes_that_a_search_compares_are_the_sum_of_the_parts(offload: Any) -> None:
     """The total is worked out apart from the parts, which are made only for what is shown."""
     job = job_of(preset("gpt3-125m"), seq=512)
-    for zero_stage in range(4):
+    for zero_stage in (3,) if offload == "parameters" else range(4):
         for pp, m in ((1, 1), (1, 4), (2, 4)):
             shards = 1 if zero_stage == 0 else 4
             candidate = Candidate(
                 pp=pp, num_micro_batches=m, zero_stage=zero_stage, dp_shard=shards, dp_replicate=2, tp=2,
-                is_offloaded=is_offloaded and zero_stage > 0,
+                offload=offload,
             )  # fmt: skip
             for stage in memory(job, candidate).stages:
                 assert stage.tensors_bytes == sum(stage.parts.values())
@@ -376,8 +376,8 @@ def test_what_offload_leaves_on_the_device_and_takes_to_the_host() -> None:
     """docs/offload.md: a copy on the host without masters; gradients that replicas add up stay here until then."""
     total = 1_000_000 * 8
     model = model_of(*[1_000_000] * 8)
-    plain = memory(job_of(model, precision=FP32), zero(2, 8, is_offloaded=True)).worst
+    plain = memory(job_of(model, precision=FP32), zero(2, 8, offload="optimizer")).worst
     assert plain.host_bytes == pytest.approx((4 + 4 + 8) * total / 8, rel=1e-4)
     assert plain.at_point("after_backward")["gradient_shards"] == 0
-    replicas = memory(job_of(model, precision=FP32), zero(2, 4, dp_replicate=2, is_offloaded=True)).worst
+    replicas = memory(job_of(model, precision=FP32), zero(2, 4, dp_replicate=2, offload="optimizer")).worst
     assert replicas.at_point("after_backward")["gradient_shards"] == pytest.approx(4 * total / 4, rel=1e-4)

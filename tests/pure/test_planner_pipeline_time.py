@@ -10,7 +10,7 @@ import pytest
 from hybrid.contracts.schedule import ActionKind, make_schedule
 from hybrid.contracts.schedule_timing import time_schedule
 from hybrid.planner.action_numbers import WEIGHTS, gathers_of_runs, rank_orders
-from hybrid.planner.memory_activations import in_flight
+from hybrid.planner.in_flight import in_flight
 from hybrid.planner.pipeline_time import pipeline_seconds
 
 KINDS = {ActionKind.F: 1, ActionKind.B: 0, ActionKind.I: 0, ActionKind.W: WEIGHTS}
@@ -104,7 +104,8 @@ def test_the_planners_numbers_are_the_lists_that_run(name: str, v: int) -> None:
                     if name in SPLIT:
                         kept[v + turn] += 1
                         halved.append(tuple(kept))
-            for vectors, told in ((waiting[:1], held.before), (waiting[1:], held.after), (halved, held.between)):
+            for vectors, rows in ((waiting[:1], held.before), (waiting[1:], held.after), (halved, held.between)):
+                told = list(map(tuple, rows.tolist()))
                 assert set(told) <= set(vectors)
                 assert all(any(all(a <= b for a, b in zip(one, it, strict=True)) for it in told) for one in vectors)
 

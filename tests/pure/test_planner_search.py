@@ -11,7 +11,7 @@ from hybrid.contracts.cluster import parse_cluster
 from hybrid.errors import PlanError, StrategyError
 from hybrid.planner.constraints import problems_of
 from hybrid.planner.cost import least_base_seconds, least_step_seconds, step_time, step_timeline
-from hybrid.planner.job import Candidate
+from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory import least_bytes, memory, worst_bytes
 from hybrid.planner.model_spec import ModelSpec, ParameterSpec, UnitSpec
 from hybrid.planner.options import SCHEDULES, bases, shapes, state_options
@@ -336,5 +336,33 @@ def test_offload_is_planned_where_it_is_asked_for_and_its_strategy_says_so() -> 
     with pytest.raises(PlanError) as caught:
         plan("llama2-7b", "1x1xA100-80GB", global_batch_size=1, seq=2048)
     assert "with offload=optimizer it fits" in str(caught.value)
-    with pytest.raises(PlanError, match="expected optimizer or none"):
-        request_for(fixed="offload=parameters")
+    with pytest.raises(PlanError, match="expected one of none, optimizer, parameters"):
+        request_for(fixed="offload=all")
+
+
+def test_what_offload_needs_of_a_host_is_planned_and_refused_where_it_is_not_there() -> None:
+    """Parameters on the host let one device train what does not fit into it, if the host has the memory: a plan that
+    looks at the device alone would end the host."""
+    asked = {"global_batch_size": 1, "seq": 512, "num_plans": 1}
+    best = plan("llama2-13b", "1x1xA100-40GB", **asked, fixed="offload=parameters").best
+    assert best.strategy.resolve(1).offload == "parameters"
+    assert best.candidate.zero_stage == 3
+    worst = best.memory.worst
+    assert worst.parts["parameters"] == 0
+    assert worst.host_bytes == pytest.approx(18 * best.job.model.num_parameters, rel=0.01)
+    several = replace(best.candidate, dp_shard=2)
+    fresh = Job(model=best.job.model, cluster=parse_cluster("1x2xA100-40GB"), global_batch_size=2, seq=512)
+    plain, offloaded = (replace(several, offload=what) for what in ("none", "parameters"))
+    before = step_time(fresh, plain).total_seconds
+    assert step_time(replace(fresh), offloaded).total_seconds > before
+    shared = replace(fresh)  # what is kept of one layout does not price the other
+    assert step_time(shared, offloaded).total_seconds > step_time(shared, plain).total_seconds == before
+    with pytest.raises(PlanError, match=r"in the memory of one host, which has 150\.0 GB"):
+        plan("llama2-13b", "1x1xA100-40GB", **asked, fixed="offload=parameters", host_memory_bytes=150e9)
+    roomy = {"cluster": "1x2xA100-40GB", "host_memory": "400GB"}
+    four = plan("llama2-13b", roomy, global_batch_size=4, seq=512, fixed="offload=optimizer", num_plans=1).best
+    assert four.memory.fullest_host_bytes == 2 * four.memory.worst.host_bytes
+    with pytest.raises(PlanError, match=r"which has 80\.0 GB"):
+        plan("llama2-13b", {**roomy, "host_memory": "80GB"}, global_batch_size=4, seq=512, fixed="offload=parameters")
+    with pytest.raises(PlanError, match="processors, whose memory is the host's"):
+        plan("gpt3-125m", "local", global_batch_size=4, precision="fp32", fixed="offload=optimizer")

@@ -65,7 +65,7 @@ def test_a_plan_is_shown_with_all_its_parts(plans: Plans) -> None:
     assert read.addresses == []
     assert not re.search(r"@import|url\(|https?://(?!arxiv|github)", text.split("<body>")[0])
     assert read.ids == [
-        *("layouts", "memory", "step", "schedule", "ranks", "candidates", "left-out", "assumptions", "tip"),
+        *("layouts", "memory", "step", "schedule", "graph", "ranks", "candidates", "left-out", "assumptions", "tip"),
     ]
     for stage in plans.best.memory.stages:
         shown = {tip.split(": ")[1].rsplit(" ", 2)[0] for tip in read.tips if tip.startswith(f"pp {stage.stage}: ")}
@@ -73,7 +73,10 @@ def test_a_plan_is_shown_with_all_its_parts(plans: Plans) -> None:
     actions = [tip for tip in read.tips if re.match(r"[FB]\d+\.\d+: ", tip)]
     chosen = plans.best.candidate
     assert len(actions) == 2 * chosen.pp * chosen.virtual_stages * chosen.num_micro_batches
-    assert sum(tip.startswith("rank ") for tip in read.tips) == 16
+    on_graph = {tip.split(":")[0]: tip for tip in read.tips if tip.startswith("rank ") and " link of " in tip}
+    assert sum(tip.startswith("rank ") for tip in read.tips) == 16 + len(on_graph)
+    assert len(on_graph) == 16
+    assert "node1/gpu0, A100-SXM-80GB\npp 1, " in on_graph["rank 8"]
     told = {tip.split("\n")[0]: tip.split("\n")[-1] for tip in read.tips if " mb" in tip}
     assert len(told) > len(plans.result.found)
     for one in plans.result.found:

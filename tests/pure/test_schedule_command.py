@@ -119,6 +119,7 @@ def test_all_problems_of_a_file_are_listed(tmp_path: Path) -> None:
         ([], ["--stages is needed", "--micro-batches is needed"]),
         (["--stages", "4", "--micro-batches", "6", "--schedule", "interleaved", "--virtual-stages", "2"], ["4 or 8"]),
         (["--stages", "0", "--micro-batches", "6"], ["num_stages = 0"]),
+        (["--stages", "9999", "--micro-batches", "9999"], ["199,960,002 actions", "at most 1,000,000"]),
         (["--stages", "2", "--micro-batches", "2", "--schedule", "zigzag"], ["'zigzag'", "gpipe, 1f1b, interleaved"]),
         (["--stages", "2", "--micro-batches", "2", "--forward", "1,x"], ["--forward is '1,x'"]),
         (["--stages", "2", "--micro-batches", "2", "--backward", "1,2,3"], ["--backward has 3 values for 2 chunks"]),

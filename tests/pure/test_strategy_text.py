@@ -53,12 +53,31 @@ def test_files_come_back_as_they_were(tmp_path: Path, name: str) -> None:
         ("a.yaml", "sharding_configs: {stge: 1}\n", ["a.yaml", "sharding_configs.stge", "'stage'"]),
         ("ds.json", '{"bf16": {"enabled": true}}', ["a file of DeepSpeed: `hybrid import", "ds.json` writes"]),
         ("a.yaml", "distributed_type: FSDP\nnum_processes: 8\n", ["a file of Accelerate: `hybrid import"]),
+        ("a.yaml", "seed: 3\nx: 2026-13-01\n", ["a.yaml", "not YAML", "line 2", "month"]),
+        ("a.yaml", "? [seed]\n: 1\n", ["a.yaml", "not YAML", "unhashable key"]),
+        ("a.yaml", "sharding_configs: &a {stage: *a}\n", ["a.yaml", "one holds itself"]),
+        pytest.param("a.json", '{"seed":' * 2000 + "1" + "}" * 2000, ["a.json", "more than 50 levels"], id="deep"),
+        pytest.param(
+            "a.json", '{"seed": 1' + "0" * 5000 + "}", ["a.json", "not JSON", "digits"], id="unreadable number"
+        ),
+        pytest.param(
+            "a.json",
+            '{"accumulate_steps": 1' + "0" * 400 + "}",
+            ["accumulate_steps", "more than 300 digits"],
+            id="long number",
+        ),
     ],
 )
 def test_bad_files_are_refused_with_their_name(tmp_path: Path, name: str, text: str, words: list[str]) -> None:
     (tmp_path / name).write_text(text)
     problems = problems_of(lambda: DistributedStrategy.load(tmp_path / name))
     assert all(word in problems[0] for word in words), problems
+
+
+def test_yaml_takes_keys_over_from_another_section(tmp_path: Path) -> None:
+    """`<<` is YAML's own way to write a section once; what stands beside it counts."""
+    (tmp_path / "a.yaml").write_text("sharding: true\nsharding_configs: {<<: {stage: 1, shard_size: 2}, stage: 3}\n")
+    assert DistributedStrategy.load(tmp_path / "a.yaml").to_dict()["sharding_configs"] == {"stage": 3, "shard_size": 2}
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ HOVERS = {
     "plan": [
         ("#memory rect", "activations"),
         ("#schedule rect", "forward, chunk 0, micro-batch 0"),
+        ("#graph rect[data-tip^='rank 5']", "pp 1, "),
+        ("#graph .link", "GB/s"),
         ("#ranks rect[data-tip]", "rank 0: node0/gpu0"),
         ("#candidates circle.best", "the best"),
         ("#candidates circle.c0", "slower than the best"),

@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+import hybrid
 from hybrid.contracts.cluster import parse_cluster
 from hybrid.errors import PlanError
 from hybrid.planner.cost import unit_seconds
@@ -22,6 +23,7 @@ from hybrid.planner.describe_model import spec_of
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.model_spec import ActivationBytes, ModelSpec
 from hybrid.planner.transformer import gpt_spec
+from hybrid.strategy.live_model import chunks_of
 from tests.single.test_measure_configs import FAMILIES, build
 
 BATCH, SEQ, HIDDEN, HEADS, VOCAB = 3, 10, 48, 6, 53
@@ -360,3 +362,29 @@ def test_a_mixture_is_measured_in_fp32_and_failures_log_no_traceback(caplog: pyt
     with pytest.raises(PlanError, match="cannot be measured"):
         spec_of(nn.Bilinear(4, 4, 4), sample=(torch.zeros(2, 4), torch.zeros(3, 5)))
     assert "Traceback" not in caplog.text
+
+
+class Alone(nn.Module):
+    """One layer: no pipeline can be made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).pow(2).mean()
+
+
+def test_a_live_model_is_planned_as_a_pipeline_where_the_runtime_cuts_it() -> None:
+    """The fastest layout of a slow network was not even looked at; a plan that the runtime refuses helps nobody."""
+    asked = {"cluster": "4x1xA100-40GB", "network": "1x1G", "global_batch_size": 16}
+    plans = hybrid.plan(Gpt(layers=6), sample=IDS, num_plans=30, **asked)
+    strategy = next(one.strategy for one in plans if one.candidate.pp == 4)
+    settings = strategy.resolve(4).pipeline
+    assert settings is not None
+    assert sum(map(len, chunks_of(Gpt(layers=6), settings, sample=IDS))) >= 8
+    plain = hybrid.plan(Alone(), sample=torch.zeros(BATCH, HIDDEN), **asked)
+    assert {one.candidate.pp for one in plain} == {1}
+    assert "planned without a pipeline: 1 layer cannot fill 2" in plain.request.job.model.notes[-1]
+    with pytest.raises(PlanError, match="pp 2: 1 layer cannot fill 2"):
+        hybrid.plan(Alone(), sample=torch.zeros(BATCH, HIDDEN), fixed="pp=2", **asked)

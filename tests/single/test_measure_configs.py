@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import hybrid
 from hybrid.contracts.tensor_rules import plan_tensor_parallel
+from hybrid.dry import run
 from hybrid.errors import PlanError, StrategyError
 from hybrid.planner.describe_model import spec_of
 from hybrid.planner.model_spec import ModelSpec
@@ -175,8 +177,13 @@ _WALKED: dict[str, dict[str, Any]] = {
         **{"num_key_value_heads": 1, "intermediate_size": 704, "vocab_size": 4099, "pad_token_id": 0},
     },
 }
+_WALKED["opt"] = {
+    **{"model_type": "opt", "hidden_size": 256, "num_hidden_layers": 7, "num_attention_heads": 8, "ffn_dim": 704},
+    **{"word_embed_proj_dim": 128, "max_position_embeddings": 128, "vocab_size": 4099},
+}
 _WORLD_SIZE = 16_384
 _PRECISE: dict[str, Any] = {"amp": True, "amp_configs": {"dtype": "bfloat16", "level": "O2"}}
+_CAST: dict[str, Any] = {"amp": True, "amp_configs": {"dtype": "bfloat16", "level": "O1"}}
 
 
 def _layout(
@@ -196,14 +203,41 @@ def _layout(
     return settings
 
 
+def _run_by_run(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {
+        "sharding_configs": {**settings["sharding_configs"], "reshard_after": "run"},
+        "pipeline_configs": {**settings["pipeline_configs"], "virtual_stages": 2},
+    }
+
+
+def _offloaded(settings: dict[str, Any], what: str) -> dict[str, Any]:
+    return settings | {"sharding_configs": {**settings["sharding_configs"], "offload": what}}
+
+
 _WALK: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 0, replicas only": ("llama", _layout(0, 1, 1)),
     "stage 1 x sequence parallel x pipeline": ("llama", {**_layout(1, 8, 4, share=8, sp=True), **_PRECISE}),
     "stage 2 x pipeline, tied over stages": ("gpt2", {**_layout(2, 1, 4, share=64), **_PRECISE}),
     "stage 3 x tensor, norms on heads": ("qwen3", {**_layout(3, 4, 1, share=256), **_PRECISE}),
     "stage 3 x pipeline, two layers before the blocks": ("gpt2", {**_layout(3, 1, 4, share=256), **_PRECISE}),
-    "stage 2 x zero bubble": ("llama", {**_layout(2, 1, 4, share=64, schedule="zb-h1"), **_PRECISE}),
+    "stage 3 x zero bubble: W gathers nothing": (
+        "llama",
+        {**_layout(3, 1, 4, share=64, schedule="zb-h1"), **_PRECISE},
+    ),
     "stage 1 x zero bubble in a V, tied on one stage": ("gpt2", {**_layout(1, 4, 2, schedule="zbv"), **_PRECISE}),
+    "autocast x sequence parallel x pipeline, fp32 between layers": ("llama", {**_layout(1, 4, 4, sp=True), **_CAST}),
+    "autocast x sequence parallel, one gather in fp32 and one not": (
+        "opt",
+        {**_layout(1, 4, 1, sp=True, recompute=True), **_CAST},
+    ),
+    "stage 3 x interleaved, chunks kept for a run": (
+        "llama",
+        _run_by_run(_layout(3, 1, 2, share=8, schedule="interleaved")),
+    ),
+    "stage 3 x replicas, parameters on the host": (
+        "llama",
+        _offloaded(_layout(3, 1, 1, share=8), "parameters"),
+    ),
     "stage 1 x tensor, whole table": ("gemma", {**_layout(1, 8, 1, share=128, recompute=True), **_PRECISE}),
 }
 _ALL_OF_THEM = [
@@ -218,6 +252,16 @@ _ALL_OF_THEM = [
     for pp in (1, 4)
     for share in (8, 256)
 ]
+_ALL_OF_THEM += [
+    pytest.param(
+        (model, {**_layout(1, tp, pp, share=8, sp=sp, recompute=recompute), **_CAST}),
+        id=f"{model}-autocast-tp{tp}-pp{pp}{'-sp' * sp}{'-recompute' * recompute}",
+        marks=pytest.mark.full,
+    )
+    for model in _WALKED
+    for tp, pp, sp in ((4, 1, False), (4, 1, True), (1, 4, False), (4, 4, False), (4, 4, True))
+    for recompute in (False, True)
+]
 
 
 @pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in _WALK.items()), *_ALL_OF_THEM])
@@ -229,5 +273,28 @@ def test_the_planner_says_of_a_rank_what_it_does(case: tuple[str, dict[str, Any]
         hybrid.DistributedStrategy(settings), _WALKED[model], world_size=_WORLD_SIZE, ranks=[0, last], seq=64
     )
     for one in found.ranks:
-        assert len(one.comparison) >= 10, one.notes
+        assert len(one.comparison) >= 7, one.notes
         assert one.differences == (), f"rank {one.rank}"
+
+
+def test_values_that_a_model_passes_on_in_the_lower_type_are_sent_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast a residual stream is as wide as the model makes it, and Llama's norms widen what they give in any
+    case: two bytes for all, or four, is wrong for one of them."""
+    plain = run.dry_model
+
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        known = plain(*args, **kwargs)
+
+        def make() -> tuple[nn.Module, Any]:
+            model, sample = known.make()
+            model.get_input_embeddings().register_forward_hook(lambda _, args, output: output.bfloat16())
+            return model, sample
+
+        return replace(known, make=make)
+
+    monkeypatch.setattr(run, "dry_model", narrow)
+    settings = {**_layout(1, 4, 4, sp=True), **_CAST}
+    (one,) = hybrid.dryrun(hybrid.DistributedStrategy(settings), _WALKED["llama"], world_size=_WORLD_SIZE, seq=64).ranks
+    assert one.differences == ()
+    (sent,) = (figure.found for figure in one.comparison if figure.what == "sent over pp")
+    assert sent == 8 * 64 * 256 * 2 // 4  # micro-batches x tokens x width x bytes, over four tp ranks
