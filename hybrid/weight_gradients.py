@@ -162,7 +162,8 @@ class PutOff:
                 "a linear layer is differentiated inside a forward or a loss (torch.autograd.grad, a penalty), "
                 "and the schedule splits each backward: its weight's gradient would be left out; use schedule '1f1b'"
             )
-        self.factors.append((gradient.detach(), tensor.detach()))
+        inputs = tensor.detach() if gradient_sinks.stays(tensor) else tensor.detach().clone()  # of a gathered parameter
+        self.factors.append((gradient.detach(), inputs))
         left.add_product(self.node, self.product)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -142,7 +143,12 @@ def check_out(out: Path, *, option: str = "--out") -> None:
     folder = out.parent
     if not folder.is_dir():
         raise PlanError(f"{option} {out}: {folder} is no folder; make it first, or give another")
-    if not os.access(folder, os.W_OK) or (out.exists() and not os.access(out, os.W_OK)):
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not say it of a file server
+            pass
+    except OSError as error:
+        raise PlanError(f"{option} {out}: cannot be written ({error.strerror}); give another place") from None
+    if out.exists() and not os.access(out, os.W_OK):
         raise PlanError(f"{option} {out}: cannot be written; give another place")
     if out.exists() and not _is_calibrated(out):
         raise PlanError(f"{option} {out}: is there, and no calibration; it is not replaced: give another name")
