@@ -37,7 +37,7 @@ def plan_demo(num_processes: int, batch: int) -> Plans:
         flops={"fp32": share * _flops_per_second()},
         memory_bytes=psutil.virtual_memory().available / num_processes,
     )
-    # The demo's model is no chain of layers, so it cannot be a pipeline.
+    # The layout with a pipeline is `--layout 3d`.
     return plan(model, cluster, global_batch_size=batch, sample=sample, precision="fp32", fixed={"pp": 1})
 
 

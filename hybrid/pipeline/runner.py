@@ -71,10 +71,10 @@ class PipelineRunner:
         *,
         inputs: Callable[[int], Any],
         loss: Callable[[int, Any], torch.Tensor | None],
-        sends_early: Callable[[Action], bool],
         before: Callable[[Action], None],
         before_backward: Callable[[Action], None],
         after_backward: Callable[[Action], None],
+        sends_early: Callable[[Action], bool] = lambda action: False,
     ) -> None:
         """One step.
 
@@ -82,9 +82,9 @@ class PipelineRunner:
             actions: this rank's, in order.
             inputs: micro-batch -> the value that the first chunk gets.
             loss: (micro-batch, output of the last chunk) -> what backward starts from.
-            sends_early: whether a whole backward may send its input's gradient before its work is done.
             before: called before each action.
             before_backward, after_backward: called around each backward, and each half of one.
+            sends_early: whether a whole backward may send its input's gradient before its work is done.
         """
         self._clear()
         self._sends_early = sends_early
