@@ -26,16 +26,17 @@ _MARK = "measured step"
 _never_freed: list[profile] = []
 
 
-def peak_of_last_step(prepare: Callable[[], object], step: Callable[[], object]) -> int:
+def peak_of_last_step(prepare: Callable[[], object], step: Callable[[], object], *, counts_shared: bool = False) -> int:
     """Most bytes alive during `step`, of all that was allocated since before `prepare`.
 
     Both run under the profiler, so nothing that lives during the step escapes. Buffers outside of torch (gloo's) do.
-    Gradients in memory that ranks share are added, as they are when the update begins: they live through most of the
-    step. Once per process, which is to leave by `os._exit`.
+    With `counts_shared`, what lies in memory that ranks share when the update begins is added: gradients, which live
+    through most of the step of a pipeline. Once per process, which is to leave by `os._exit`.
     """
     gc.collect()
     shared: list[int] = [0]
-    register_optimizer_step_pre_hook(lambda *_: shared.append(arena().lent_bytes))
+    if counts_shared:
+        register_optimizer_step_pre_hook(lambda *_: shared.append(arena().lent_bytes))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         prepare()
         gc.collect()

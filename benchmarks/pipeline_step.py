@@ -103,7 +103,7 @@ def measure_peak(arguments: argparse.Namespace, name: str) -> None:
         bench.build()
         bench.step(0)
 
-    peak_file(name).write_text(str(peak_of_last_step(prepare, lambda: bench.step(1))))
+    peak_file(name).write_text(str(peak_of_last_step(prepare, lambda: bench.step(1), counts_shared=True)))
     dist.barrier()
     os._exit(0)  # see pipeline_memory
 
