@@ -15,9 +15,8 @@ from hybrid.collectives.shared_memory import Place
 
 __all__ = ["HEADER_BYTES", "INLINE_BYTES", "SCRATCH", "ScratchPool", "Slot"]
 
-HEADER = struct.Struct(
-    "<9q8x"
-)  # whole elements of the largest dtype, complex128: what is behind it is seen as elements
+# Whole elements of the largest dtype, complex128: what is behind it is seen as elements.
+HEADER = struct.Struct("<9q8x")
 HEADER_BYTES = HEADER.size
 SLOT_BYTES = 4096
 INLINE_BYTES = SLOT_BYTES - HEADER_BYTES

@@ -1,8 +1,8 @@
 """When each action of a schedule runs, for given costs: step time, bubble, micro-batches in flight, critical path.
 
 A rank runs one action at a time, in its order, and starts it once the rank is free and all that it reads has come. A
-message takes `transfer_seconds` from the end of its source (`early_sends`: from its middle) to its arrival, while both
-ranks compute on; messages do not slow each other down. Within one rank nothing is sent.
+message takes `transfer_seconds` from the end of its source to its arrival, while both ranks compute on; messages do not
+slow each other down. Within one rank nothing is sent.
 
 The closed forms hold for chunks of equal cost and transfers that take no time (p stages, m micro-batches, v chunks per
 rank; bubble as the fraction of the step in which a rank is idle):
@@ -47,7 +47,7 @@ class Timeline:
     timed: tuple[tuple[TimedAction, ...], ...]
     """Per rank, in order."""
     critical_path: tuple[TimedAction, ...]
-    """From the start of the step to its end; each begins when the one before has ended or its message has come."""
+    """From the start of the step to its end; each begins when the one before, and its message if any, has ended."""
 
     @property
     def total_seconds(self) -> float:
@@ -97,14 +97,12 @@ def time_schedule(
     input_seconds: Seconds | None = None,
     weight_seconds: Seconds | None = None,
     transfer_seconds: Seconds = 0.0,
-    early_sends: bool = False,
 ) -> Timeline:
     """Play the schedule through with these costs of one micro-batch on each chunk of the model.
 
     `backward_seconds` is that of a whole backward (B). Of a split one, I takes `input_seconds` and W `weight_seconds`;
     what is not given is the rest of `backward_seconds` (half each where neither is). `transfer_seconds` may be given
-    per cut: value c is for the messages between chunks c and c+1, either way. With `early_sends` a whole backward gives
-    the gradient of its input away after `input_seconds`, and goes on with those of its weights.
+    per cut: value c is for the messages between chunks c and c+1, either way.
 
     A schedule that cannot run to its end raises what `check_schedule` says about it.
     """
@@ -127,13 +125,9 @@ def time_schedule(
                     start = last.end_seconds
                 for source in reads[action]:
                     before = done[source]
-                    ready = before.end_seconds
-                    if before.rank != rank:
-                        if early_sends and source.kind is ActionKind.B:
-                            ready = min(ready, before.start_seconds + costs[ActionKind.I][source.chunk])
-                        ready += delays[min(source.chunk, action.chunk)]
-                    if ready > start:
-                        start, last = ready, before
+                    delay = delays[min(source.chunk, action.chunk)] if before.rank != rank else 0.0
+                    if before.end_seconds + delay > start:
+                        start, last = before.end_seconds + delay, before
                 here = TimedAction(
                     action=action,
                     rank=rank,

@@ -284,7 +284,6 @@ class Reducer:
 
     def arrive_later(self, index: int, position: int) -> None:
         """All products are there that a backward, over by now, has left for one gradient."""
-        self.buckets[index].unfinished.finish(position)
         if self.synchronise:
             self._count_arrival(self.buckets[index], position)
 

@@ -105,17 +105,6 @@ def test_a_split_backward_fills_the_bubble() -> None:
     assert uneven.busy_seconds == (6, 6), "weight gradients take what is left of the whole backward"
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 1), (4, 8), (4, 2)])
-def test_early_sends_leave_the_weights_out_of_the_way_back(p: int, m: int) -> None:
-    """With F = I = W = 1: each but the first stage has the last W beside the backward of the stage before."""
-    schedule = make_schedule("1f1b", num_stages=p, num_micro_batches=m)
-    late = time_schedule(schedule, forward_seconds=1.0, backward_seconds=2.0)
-    early = time_schedule(schedule, forward_seconds=1.0, backward_seconds=2.0, early_sends=True)
-    assert late.total_seconds == 3 * (m + p - 1)
-    assert early.total_seconds == 3 * (m + p - 1) - (p - 1)
-    assert early.busy_seconds == late.busy_seconds
-
-
 def test_uneven_chunks_and_transfers_by_hand() -> None:
     """Two stages, the second twice as slow, a message takes half a second."""
     timeline = time_schedule(
