@@ -76,6 +76,7 @@ class Measured:
 
     memory: MemoryModel | None
     note: str = ""
+    has_sample: bool = True
 
 
 def limits_of(resolved: ResolvedStrategy, *, is_here: bool) -> Limits:
@@ -163,7 +164,9 @@ def check_can_be_held(measured: Measured, settings: PipelineSettings | None) -> 
     if limit is not None and measured.memory is None:
         raise ModelError(
             f"pipeline_configs.memory_limit_bytes = {limit} cannot be kept: what the layers need is not known "
-            f"({measured.note}). Give a sample of a micro-batch, distributed_model(sample=...), or leave it out"
+            f"({measured.note}). "
+            + ("" if measured.has_sample else "Give a sample of a micro-batch, distributed_model(sample=...), or ")
+            + "leave it out"
         )
 
 
@@ -223,7 +226,9 @@ def measure_layers(
     settings = resolved.pipeline
     assert settings is not None
     if inputs is None:
-        return Measured(memory=None, note="without a sample the activations of the layers are not known")
+        return Measured(
+            memory=None, note="without a sample the activations of the layers are not known", has_sample=False
+        )
     try:
         plan = _tensor_plan(model, resolved)
         measured_as = _measured_as(model, resolved, plan, is_chain=is_chain)

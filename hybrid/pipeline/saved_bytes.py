@@ -130,6 +130,8 @@ class _Record:
     recomputed: dict[int, int] = field(default_factory=dict)
     largest: int = 0
     outputs: int = 0  # elements that it returns
+    before: dict[int, int] = field(default_factory=dict)  # saved by code before it
+    has_output: bool = True
     has_rest: bool = False  # whether code behind it saves anything
 
 
@@ -155,12 +157,17 @@ class _Recorder:
             for fqn, p in skeleton.named_parameters()
             if fqn in measured_as.cuts
         }
+        self._of_copy: set[int] = set()  # parameters of a copy on zeros
         self._is_cut: set[int] = set()
         self._mode: _Operations | None = None
         for name, policy in measured_as.recomputed.items():
             module = skeleton.get_submodule(name)
             module.register_forward_pre_hook(functools.partial(self._enter_region, policy), with_kwargs=True)
             module.register_forward_hook(self._leave_region)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        """Hooks of a copied unit tell the same one."""
+        return self
 
     def watch(self, name: str) -> None:
         """A unit; to be called behind all that is hooked to what is in it."""
@@ -248,14 +255,16 @@ class _Recorder:
         if self._current is not None and self._current.name != name:
             self._nested += 1
             return
-        # One that could not run without values begins again, as a copy on zeros.
-        self._own |= {shims.memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        if self.calls and self.calls[-1].name == name and not self.calls[-1].has_output:
+            # It could not run without values, and begins again as a copy on zeros.
+            self._around = self.calls.pop().before
+        self._of_copy = {shims.memory_of(one) for one in (*module.parameters(), *module.buffers())} - self._own
+        self._own |= self._of_copy
         self._weights |= {shims.memory_of(p): fqn for fqn, p in module.named_parameters() if p.requires_grad}
         self._regions.clear()
-        self._current = _Record(name)
-        if self._around:
-            self._current.kept |= self._around
-            self._around = {}
+        self._current = _Record(name, before=self._around)
+        self._current.kept |= self._around
+        self._around = {}
         self._mode = _Operations(self)
         self._mode.__enter__()
 
@@ -268,12 +277,16 @@ class _Recorder:
             mode.__exit__(None, None, None)
         if record is None:
             return
-        if output is None:  # it failed, and may begin again
+        record.has_output = output is not None
+        if not record.has_output:  # it failed, and may begin again
             self._around = {}
         floating = [t for t in tensors_by_path((output,), {}).values() if t.is_floating_point()]
         record.outputs = sum(self._part(tensor, tensor.numel()) for tensor in floating)
         self.calls.append(record)
         self._current = None
+        self._own -= self._of_copy  # whose memory will be others'
+        for memory in self._of_copy:
+            self._weights.pop(memory, None)
         if self._real:  # their memory will be others'
             fresh = {memory: self._new() for memory in {shims.memory_of(tensor) for tensor in self._real}}
             for sizes in (record.kept, record.put_off, record.recomputed):
