@@ -100,10 +100,8 @@ class HeldState:
         """
         return self._shared(self._parts(), use)
 
-    def buffers(self, buffers: Mapping[str, torch.Tensor], *, writes: bool, use: Use) -> list[Region]:
-        """Of persistent buffers, which are whole on every rank; one rank writes them."""
-        if use == "write" and not writes:
-            return []
+    def buffers(self, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
+        """Of persistent buffers, which are whole on every rank that has them; one rank writes them."""
         return [
             Region(
                 name=model_entry(fqn),

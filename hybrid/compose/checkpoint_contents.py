@@ -27,7 +27,7 @@ from hybrid.compose.checkpoint_job import (
     distinct_buffers,
     extra_states,
     held_by,
-    writes_buffers,
+    writes_first,
 )
 
 __all__ = ["STATE_FILE", "Beginning", "Document", "Found", "Plain", "begun", "find", "finished"]
@@ -70,13 +70,13 @@ def find(job: Job, state: Mapping[str, Any]) -> Found:
     values: list[PlainValue] = []
     extra: dict[str, Any] = {}
     tied: dict[str, str] = {}
-    writes = writes_buffers(runtime)
     if job.model is not None:
         regions += held.parameters("write")
         buffers, tied = distinct_buffers(job.model)
-        regions += held.buffers(buffers, writes=writes, use="write")
-        if writes:
-            extra = {name: module.get_extra_state() for name, module in extra_states(job.model)}
+        regions += held.buffers({fqn: buffer for fqn, buffer in buffers.items() if writes_first(runtime, fqn)})
+        extra = {
+            name: module.get_extra_state() for name, module in extra_states(job.model) if writes_first(runtime, name)
+        }
     if job.optimizer is not None:
         shards = job.optimizer.hybrid_shards
         of_optimizer, values = held.optimizer(shards, shards.own_state(), "write")

@@ -41,7 +41,7 @@ __all__ = [
     "refuse_saving_gradients",
     "tied_names",
     "whole_number",
-    "writes_buffers",
+    "writes_first",
 ]
 
 
@@ -305,9 +305,18 @@ def tied_names(runtime: Runtime) -> dict[str, str]:
     return dict(sorted(tied.items()))
 
 
-def writes_buffers(runtime: Runtime) -> bool:
-    """Whether this rank writes what every rank of its stage has: the first one of the stage does."""
-    return runtime.mesh.group(*DATA_AXES, "tp").rank == 0
+def writes_first(runtime: Runtime, name: str) -> bool:
+    """Whether this rank writes the buffer or the module of this name, of which several ranks have copies.
+
+    That is the first rank of the first stage that has it: what stands around the units of a model is on every stage,
+    and so is a unit that several stages call.
+    """
+    if runtime.mesh.group(*DATA_AXES, "tp").rank != 0:
+        return False
+    if runtime.stages is None:
+        return True
+    staged = runtime.stages.staged
+    return staged.stage == min(staged.stages_of(name), default=0)
 
 
 def layout_record(runtime: Runtime) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _compare_here(
     regions: list[Region] = []
     if job.model is not None and "model" in manifest.contents:
         wanted = held.parameters("read")
-        wanted += held.buffers(persistent_buffers(job.model), writes=True, use="read")
+        wanted += held.buffers(persistent_buffers(job.model))
         regions += _fitting(wanted, manifest, lists)
     state: dict[str, dict[str, Any]] = {}
     options = None

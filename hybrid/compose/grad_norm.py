@@ -146,7 +146,8 @@ def _power_sum(engine: ShardingEngine, norm_type: float, *, applies_scale: bool)
             if factor is not None:  # here, where the block is in the cache
                 block.mul_(factor)
             wide = (block.abs() if block.is_complex() else block).double()
-            power = torch.dot(wide, wide) if norm_type == 2.0 else wide.abs_().pow_(norm_type).sum()
+            # Not in place before there is a copy: of an fp64 gradient `wide` is the gradient itself.
+            power = torch.dot(wide, wide) if norm_type == 2.0 else wide.abs().pow_(norm_type).sum()
             part += power.to(part.device)
         if factor is not None:
             bucket.scale = 1.0

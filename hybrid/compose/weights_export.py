@@ -34,7 +34,7 @@ from hybrid.compose.checkpoint_job import (
     held_by,
     path_of,
     tied_names,
-    writes_buffers,
+    writes_first,
 )
 from hybrid.contracts.ranges import coverage_problem
 from hybrid.errors import CheckpointError
@@ -177,10 +177,8 @@ def _regions(job: Job) -> tuple[list[Region], dict[str, str]]:
     runtime.engine.gather.finish()
     buffers, tied_buffers = distinct_buffers(model)
     regions = held.parameters("write")
-    if not writes_buffers(runtime):
-        return regions, tied_names(runtime)
-    regions += held.buffers(buffers, writes=True, use="write")
-    states = {name: module.get_extra_state() for name, module in extra_states(model)}
+    regions += held.buffers({fqn: buffer for fqn, buffer in buffers.items() if writes_first(runtime, fqn)})
+    states = {name: module.get_extra_state() for name, module in extra_states(model) if writes_first(runtime, name)}
     others = [
         f"{name} ({type(state).__name__})" for name, state in states.items() if not isinstance(state, torch.Tensor)
     ]

@@ -77,6 +77,11 @@ class StagedModel:
         """The stage that holds what has this name."""
         return chunk_rank(self.chunk_of(fqn), self.num_stages, self.placement)
 
+    def stages_of(self, fqn: str) -> tuple[int, ...]:
+        """The stages that hold what has this name: all of them, if it is the model's own and no layer's."""
+        is_layers = fqn.partition(".")[0] in self.names
+        return (self.stage_of(fqn),) if is_layers else tuple(range(self.num_stages))
+
     def chunk_of(self, fqn: str) -> int:
         """The chunk that holds what has this name."""
         return self._chunk_of[self.names.index(fqn.partition(".")[0])]

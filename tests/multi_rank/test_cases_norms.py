@@ -22,16 +22,16 @@ from tests.multi_rank.case_runs import (
 )
 from tests.ranks import run_ranks
 
-GRADIENT = (3.0, 4.0, 0.0, 12.0)
+GRADIENT = (3.0, -4.0, 0.0, 12.0)
 
 
 class Weights(nn.Module):
     """The loss is sum(w * g): the gradient is g on every rank. `stretch` zeros between the numbers of g."""
 
-    def __init__(self, *, stretch: int = 1, pieces: int = 1) -> None:
+    def __init__(self, *, stretch: int = 1, pieces: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        wide = torch.zeros(len(GRADIENT) * stretch)
-        wide[::stretch] = torch.tensor(GRADIENT)
+        wide = torch.zeros(len(GRADIENT) * stretch, dtype=dtype)
+        wide[::stretch] = torch.tensor(GRADIENT, dtype=dtype)
         self.gradients = wide.chunk(pieces)
         self.parts = nn.ParameterList([torch.zeros_like(part) for part in self.gradients])
 
@@ -40,18 +40,18 @@ class Weights(nn.Module):
 
     def expected(self, *numbers: float) -> dict[str, torch.Tensor]:
         whole = torch.cat([torch.zeros_like(part) for part in self.gradients])
-        whole[:: len(whole) // len(GRADIENT)] = -torch.tensor(numbers)
+        whole[:: len(whole) // len(GRADIENT)] = -torch.tensor(numbers, dtype=whole.dtype)
         pieces = whole.split([len(part) for part in self.gradients])
         return {f"parts.{place}": piece for place, piece in enumerate(pieces)}
 
 
 # Clip -> the norm before it (None: there is none), the update after it; w = -update.
 CLIPS: dict[str, tuple[Any, float | None, tuple[float, ...]]] = {
-    "2-norm": ({"max_norm": 6.5}, 13.0, (1.5, 2.0, 0.0, 6.0)),
-    "largest": ({"max_norm": 6.0, "norm_type": math.inf}, 12.0, (1.5, 2.0, 0.0, 6.0)),
-    "1-norm": ({"max_norm": 9.5, "norm_type": 1.0}, 19.0, (1.5, 2.0, 0.0, 6.0)),
+    "2-norm": ({"max_norm": 6.5}, 13.0, (1.5, -2.0, 0.0, 6.0)),
+    "largest": ({"max_norm": 6.0, "norm_type": math.inf}, 12.0, (1.5, -2.0, 0.0, 6.0)),
+    "1-norm": ({"max_norm": 9.5, "norm_type": 1.0}, 19.0, (1.5, -2.0, 0.0, 6.0)),
     "3-norm": ({"max_norm": 100.0, "norm_type": 3.0}, (27 + 64 + 1728) ** (1 / 3), GRADIENT),
-    "value": ({"clip_value": 2.0}, None, (2.0, 2.0, 0.0, 2.0)),
+    "value": ({"clip_value": 2.0}, None, (2.0, -2.0, 0.0, 2.0)),
     "far away": ({"max_norm": 1e6}, 13.0, GRADIENT),
 }
 
@@ -106,14 +106,15 @@ def check_clips(shard_size: int | None) -> None:
             gradient_clipping=None if way == "calls" else clipping,
             partition="parameter" if shape["pieces"] > 1 and stage == 2 else None,
         ) as strategy:
-            what = f"{name} by {way} of {shape}"
-            model, optimizer = wrapped(Weights(**shape), sgd, strategy)
+            dtype = torch.float32 if stage == 1 else torch.float64  # of fp64 the norm's own sums are no copies
+            what = f"{name} by {way} of {shape} in {dtype}"
+            model, optimizer = wrapped(Weights(**shape, dtype=dtype), sgd, strategy)
             got = clip_through(way, model, optimizer, clipping)
             if got is not None:
                 assert norm is not None
                 assert_close(got, norm, ONE_STEP, f"the norm, {what}")
             # The stock helper divides by norm + 1e-6.
-            assert_weights(model, Weights(**shape).expected(*update), ONE_STEP)
+            assert_weights(model, Weights(**shape, dtype=dtype).expected(*update), ONE_STEP)
             assert_same_on_all_ranks(dict(model.named_parameters()), what)
 
 

@@ -186,6 +186,59 @@ def test_dropout_does_not_depend_on_the_stages() -> None:
         assert all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(two, other, strict=True)), (two, other)
 
 
+class Counted(nn.Linear):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(7)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = int(state)
+
+
+def beside_the_layers(folder: str) -> None:
+    """Buffers and other state of the whole model are on every stage, and in a file once."""
+
+    def made(kind: str, value: float) -> nn.Module:
+        layers = [Counted(4, 4) for _ in range(4)]
+        model = nn.Sequential(*layers) if kind == "chain" else Wide(layers)
+        model.register_buffer("table", torch.full((3,), value))
+        return model
+
+    for kind in ("chain", "own"):
+        path = Path(folder, kind)
+        for value in (1.0, 2.0):
+            with pipeline_variant(2, mb=2) as strategy:
+                model: Any = hybrid.distributed_model(made(kind, value), strategy=strategy, sample=torch.ones(2, 4))
+                if value == 1.0:
+                    hybrid.save_checkpoint(path, model, step=1)
+                    hybrid.export_weights(model, path / "weights")
+                else:
+                    hybrid.load_checkpoint(path, model)
+                    assert all(module.seen == 7 for module in model.modules() if isinstance(module, Counted))
+                assert torch.equal(model.table, torch.ones(3)), kind
+
+
+class Wide(nn.Module):
+    """A unit that is on both stages has a buffer that it only reads."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.again = nn.Linear(4, 4)
+        self.again.register_buffer("table", torch.ones(4))
+        self.blocks = nn.ModuleList(layers)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(3)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert int(state) == 3
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = self.again(value)
+        for block in self.blocks:
+            value = block(value)
+        return self.again(value) * self.table.sum()
+
+
 def states(folder: str) -> None:
     name, batch = "demo", MODELS["demo"].batch
     loss_fn, wanted = MODELS["demo"].loss_fn, 0.0
@@ -212,6 +265,10 @@ def states(folder: str) -> None:
 def test_states_have_the_names_of_the_plain_model(tmp_path: Path) -> None:
     """A checkpoint of one cut is loaded by another; a state dict is the plain model's, ties under all their names."""
     run_ranks(states, 2, str(tmp_path))
+
+
+def test_what_lies_beside_the_layers_is_saved_once(tmp_path: Path) -> None:
+    run_ranks(beside_the_layers, 2, str(tmp_path))
 
 
 class Averaging(nn.Linear):
