@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from hybrid import shims
+from hybrid.cpu_products import fast_product, matrix_product
 
 __all__ = [
     "Leaves",
@@ -111,7 +112,7 @@ def write_product(
     if sink is not None and not torch.is_grad_enabled() and sink.is_open(left.dtype):
         sink.add_product(left, right, rows=rows, may_wait=may_wait)
         return None
-    return left @ right
+    return matrix_product(left, right)
 
 
 def keeps_what_it_saves() -> bool:
@@ -201,6 +202,9 @@ class _Product(torch.autograd.Function):
         # The same memory under another name: the parameter itself may be marked as absent when backward comes.
         ctx.weight = weight.detach() if kept is not None and leaves is None else None
         columns = weight if is_transposed else weight.t()
+        product = fast_product(rows, columns, bias)
+        if product is not None:
+            return product
         return rows @ columns if bias is None else torch.addmm(bias, rows, columns)
 
     @staticmethod
@@ -212,7 +216,7 @@ class _Product(torch.autograd.Function):
                 weight = ctx.weight
             of_rows, of_weight, of_bias = None, None, None
             if ctx.needs_input_grad[0]:
-                of_rows = gradient @ (weight.t() if ctx.is_transposed else weight).conj()
+                of_rows = matrix_product(gradient, (weight.t() if ctx.is_transposed else weight).conj())
             if ctx.leaves is not None:
                 ctx.leaves.leave(gradient, rows)
             elif ctx.needs_input_grad[1]:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hybrid import cpu_products
 from hybrid.collectives.autograd import forget_groups
 from hybrid.collectives.channel import forget_channels
 from hybrid.collectives.group import Group
@@ -56,7 +57,11 @@ class Mesh:
         self._neighbours: dict[int, Neighbour] = {}
         self._reached: list[set[int]] = []
         if world_size > 1 and self.backend == "gloo":
-            self._neighbours, self._reached = meet_neighbours(self._make_group(everyone, WORLD))
+            world = self._make_group(everyone, WORLD)
+            self._neighbours, self._reached = meet_neighbours(world)
+            cpu_products.take(all(all_gather_object(cpu_products.is_wanted(), group=world)))
+        else:
+            cpu_products.take(world_size == 1 and cpu_products.is_wanted())
         self.world = self._make_group(everyone, WORLD)
         self._host_world: Group | None = None
 
@@ -165,6 +170,7 @@ def start_process_group(
         _compare_agreement(agreement, timeout_seconds=timeout_seconds)
         return environment
     is_wanted()
+    cpu_products.is_wanted()
     assert environment is not None, "only a group that runs already needs no launch variables"
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store: dist.Store = dist.HashStore()

@@ -31,6 +31,7 @@ KEPT_OPERATIONS = (
     torch.ops.aten.addmm.default,
     torch.ops.aten.baddbmm.default,
     torch.ops.aten.convolution.default,
+    shims.ONEDNN_PRODUCT,
     *shims.ATTENTION_OPERATIONS,
 )
 

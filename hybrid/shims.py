@@ -28,11 +28,13 @@ __all__ = [
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
     "GROUPED_PRODUCT",
+    "ONEDNN_PRODUCT",
     "SCHEDULER_STEP_CALLED",
     "SCHEDULER_STEP_MARK",
     "UNSCALES_BY_ITSELF",
     "TorchDispatchMode",
     "call_at_end_of_backward",
+    "drop_hooks",
     "forward_hooks",
     "give_memory",
     "has_backward_hooks",
@@ -78,6 +80,10 @@ ATTENTION_OPERATIONS = (
 # torch 2.13: torch.utils.flop_counter has formulas for attention on CUDA, and none for these two.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# torch 2.13: (input, weight, bias, "none", (), "") -> input @ weight.T + bias by oneDNN, of any strides, and with no
+# gradient of its own. torch's compiler calls it; torch.nn.functional.linear takes oneDNN for other types than fp32.
+ONEDNN_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 
 # torch 2.13: what torch.nn.functional.grouped_mm becomes. No public name.
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm
@@ -176,6 +182,14 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():  # one whose values are elsewhere would have them brought
         after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
         return bool(parameter._backward_hooks) or (after is not None and len(after) > 1)
+
+
+def drop_hooks(module: torch.nn.Module) -> None:
+    """Take all hooks of its calls from a module. torch 2.13 has no public way to find them."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    for registered in (*hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
+        registered.clear()
+    module._forward_hooks_always_called.clear()
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

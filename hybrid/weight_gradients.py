@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional
 
 from hybrid import gradient_sinks
+from hybrid.cpu_products import fast_product, matrix_product
 from hybrid.errors import ModelError
 
 __all__ = [
@@ -102,9 +103,9 @@ class _State:
 
 
 @contextlib.contextmanager
-def splitting() -> Iterator[None]:
-    """Inside, `linear` makes graphs whose backward must be a split one."""
-    before, _State.is_splitting = _State.is_splitting, True
+def splitting(wanted: bool = True) -> Iterator[None]:
+    """Inside, `linear` makes graphs whose backward must be a split one; or, if that is not wanted, a whole one."""
+    before, _State.is_splitting = _State.is_splitting, wanted
     try:
         yield
     finally:
@@ -232,12 +233,15 @@ def linear(
 def weight_gradient(gradient: torch.Tensor, tensor: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
     """That of the weight in `linear`, from those of the output and the input."""
     rows, inputs = gradient.reshape(-1, gradient.shape[-1]), tensor.reshape(-1, tensor.shape[-1]).conj()
-    return inputs.t() @ rows if is_transposed else rows.t() @ inputs
+    return matrix_product(inputs.t(), rows) if is_transposed else matrix_product(rows.t(), inputs)
 
 
 def _product(
     tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
 ) -> torch.Tensor:
+    product = fast_product(tensor, weight if is_transposed else weight.t(), bias)
+    if product is not None:
+        return product
     if not is_transposed:
         return functional.linear(tensor, weight, bias)
     rows = tensor.reshape(-1, tensor.shape[-1])

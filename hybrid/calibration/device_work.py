@@ -12,6 +12,7 @@ from torch.nn import functional
 from hybrid.calibration.clock import Clock
 from hybrid.calibration.effort import Effort
 from hybrid.contracts.measurements import AttentionPoint, Launch, MatmulPoint, PointwisePoint
+from hybrid.cpu_products import matrix_product
 
 __all__ = ["DeviceWork"]
 
@@ -37,7 +38,7 @@ class DeviceWork:
         return torch.randn(*shape, device=self._device).to(dtype or self._dtype)
 
     def matmuls(self) -> Iterator[Callable[[], MatmulPoint]]:
-        """Of linear layers: forwards and weight gradients."""
+        """Of linear layers, as they compute them here: forwards and weight gradients."""
         other = torch.float32 if self._dtype is torch.bfloat16 else torch.bfloat16
         some = [self._effort.matmuls[place] for place in self._effort.more_dtypes if place < len(self._effort.matmuls)]
         for dtype, shapes in ((self._dtype, self._effort.matmuls), (other, some)):
@@ -51,11 +52,11 @@ class DeviceWork:
         x = self._random(rows, inner, dtype=dtype)
         if is_weight:
             gradient = self._random(rows, outer, dtype=dtype)
-            timed = self._clock.alone(lambda: torch.mm(x.t(), gradient))
+            timed = self._clock.alone(torch.no_grad()(lambda: matrix_product(x.t(), gradient)))
             m, k, n = inner, rows, outer
         else:
             weight = self._random(outer, inner, dtype=dtype)
-            timed = self._clock.alone(lambda: torch.mm(x, weight.t()))
+            timed = self._clock.alone(torch.no_grad()(lambda: matrix_product(x, weight.t())))
             m, k, n = rows, inner, outer
         return MatmulPoint(
             m=m, k=k, n=n, dtype=_NAMES[dtype], is_weight=is_weight, seconds=timed.seconds, spread=timed.spread

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid import shims
+from hybrid.cpu_products import add_product
 from hybrid.gradient_sinks import offer, stays
 from hybrid.later_products import LaterProducts
 from hybrid.sharding.absence import AbsentParameter
@@ -90,10 +91,7 @@ def _add(
         if not is_filled:
             view.zero_()
         view, is_filled = view[rows[0] : rows[1]], True
-    if is_filled:
-        torch.addmm(view, left, right, out=view)
-    else:
-        torch.mm(left, right, out=view)
+    add_product(view, left, right, is_first=not is_filled)
 
 
 def offer_sinks(reducer: Reducer) -> list[BucketSink]:

@@ -18,6 +18,7 @@ import torch
 
 from hybrid.collectives.autograd import copy_to, gather_from, reduce_from, start_all_reduce, start_reduce_scatter
 from hybrid.collectives.group import Group
+from hybrid.cpu_products import fast_product, matrix_product, no_view
 from hybrid.gradient_sinks import Sink, sink_for, write_product
 from hybrid.tensor.entry import autocast_dtype
 from hybrid.weight_gradients import PutOff, Rows, linear, weight_gradient
@@ -69,13 +70,14 @@ class _OverlappedLinear(torch.autograd.Function):
         # Frozen parts: the gradient of one needs the other.
         is_trained = ctx.needs_input_grad[1] or options.put_off is not None
         ctx.save_for_backward(tensor if is_trained else None, weight if ctx.needs_input_grad[0] else None)
+        columns = weight if options.is_transposed else weight.t()
+        product = fast_product(tensor, columns, bias)
+        if product is not None:
+            return product
         if bias is None or tensor.dim() <= 2:
             return linear(tensor, weight, bias, is_transposed=options.is_transposed)
-        # torch's own product with a bias comes as a view, which a function may not return to be written in place.
-        columns = weight if options.is_transposed else weight.t()
-        output = torch.empty(*tensor.shape[:-1], columns.shape[1], dtype=tensor.dtype, device=tensor.device)
-        torch.addmm(bias, tensor.reshape(-1, tensor.shape[-1]), columns, out=output.view(-1, columns.shape[1]))
-        return output
+        flat = torch.addmm(bias, tensor.reshape(-1, tensor.shape[-1]), columns)
+        return no_view(flat.view(*tensor.shape[:-1], columns.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -135,4 +137,4 @@ def _differentiable(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | No
 
 
 def _of_input(rows: torch.Tensor, weight: torch.Tensor, options: _Options) -> torch.Tensor:
-    return rows @ (weight.t() if options.is_transposed else weight).conj()
+    return matrix_product(rows, (weight.t() if options.is_transposed else weight).conj())

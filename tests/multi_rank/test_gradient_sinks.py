@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hybrid
 from hybrid.sharding import gradient_sink
+from tests.cpu_products import small_products_by_onednn
 from tests.multi_rank.case_runs import (
     SEVERAL_STEPS,
     assert_close,
@@ -86,7 +87,12 @@ class Counted:
         gradient_sink._LEAST_ELEMENTS = self._least
 
 
-def trains_as_plain() -> None:
+def trains_as_plain(by_onednn: bool) -> None:
+    with small_products_by_onednn(by_onednn):
+        _train_as_plain()
+
+
+def _train_as_plain() -> None:
     plain = built()
     optimizer = sgd(plain.parameters())
     for step in range(STEPS):
@@ -109,8 +115,9 @@ def trains_as_plain() -> None:
             assert_weights(model, weights_of(plain), SEVERAL_STEPS)
 
 
-def test_it_trains_as_one_process() -> None:
-    run_ranks(trains_as_plain, 2)
+@pytest.mark.parametrize("by_onednn", [False, True])
+def test_it_trains_as_one_process(by_onednn: bool) -> None:
+    run_ranks(trains_as_plain, 2, by_onednn)
 
 
 def penalised(model: Model, inputs: torch.Tensor) -> torch.Tensor:

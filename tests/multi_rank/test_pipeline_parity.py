@@ -26,6 +26,7 @@ import hybrid
 from hybrid.collectives.deferred import deferred_backend
 from hybrid.sharding import gradient_sink
 from tests.case_worlds import CaseWorlds, selected_cases
+from tests.cpu_products import small_products_by_onednn
 from tests.pairwise import cover, everything, missing_pairs
 from tests.parity import LOW, TOLERANCES, compare_tensors
 from tests.pipeline_models import (
@@ -189,11 +190,12 @@ def reference(name: str, dtype: torch.dtype, clip: str) -> Record:
 
 def train(case: Case) -> Record:
     """What this rank sees when it trains under the case's strategy."""
-    usual = gradient_sink._LEAST_ELEMENTS
+    usual, chance = gradient_sink._LEAST_ELEMENTS, zlib.crc32(case.id.encode())
     # These models have no large matrix: in about every other case small ones count as such.
-    gradient_sink._LEAST_ELEMENTS = 1 if zlib.crc32(case.id.encode()) % 2 else usual
+    gradient_sink._LEAST_ELEMENTS = 1 if chance % 2 else usual
+    backend = deferred_backend() if case.backend == "deferred" else contextlib.nullcontext()
     try:
-        with deferred_backend() if case.backend == "deferred" else contextlib.nullcontext():
+        with small_products_by_onednn(chance // 2 % 2 == 1), backend:
             record = _train(case)
             hybrid.shutdown()
     finally:
