@@ -76,13 +76,13 @@ def fast_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | N
 
 def no_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory by itself: what a function of autograd returns must be none to be written in place."""
-    return tensor.new_empty(0).set_(tensor)
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def matrix_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left [m, k] @ right [k, n], differentiable where that is asked for."""
     result = fast_product(left, right)
-    return left @ right if result is None else result
+    return result if result is not None else left @ right
 
 
 def add_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_first: bool) -> None:
@@ -113,8 +113,8 @@ def _takes(left: torch.Tensor, right: torch.Tensor) -> bool:
         and type(right) in _PLAIN
         and left.is_cpu
         and not torch.is_grad_enabled()
-        and torch.backends.mkldnn.enabled
-        and torch.backends.mkldnn.matmul.fp32_precision in _EXACT
+        and bool(torch.backends.mkldnn.enabled)
+        and torch.backends.mkldnn.matmul.fp32_precision in _EXACT  # type: ignore[attr-defined]
         and not torch.compiler.is_compiling()
     )
 
@@ -128,7 +128,8 @@ def _is_faster_here() -> bool:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
     except OSError:
         return False
-    facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    pairs = (line.partition(":") for line in lines)
+    facts = {name.strip(): value.strip() for name, _, value in pairs}
     family = facts.get("cpu family", "")
     return facts.get("vendor_id") == "AuthenticAMD" and family.isdigit() and int(family) >= _ZEN_5
 
