@@ -168,7 +168,7 @@ def _compare_here(job: Job, source: WeightSource, lists: Misfits) -> _Plan:
     runtime.engine.gather.finish()
     buffers, tied_buffers = distinct_buffers(job.model)
     tied = tied_names(runtime)
-    wanted = held.parameters("read") + held.buffers(buffers, writes=True, use="read")
+    wanted = held.parameters("read") + held.buffers(buffers)
     others: dict[str, list[str]] = {}
     for name, stored in (tied | tied_buffers).items():
         others.setdefault(stored, []).append(name)
