@@ -68,9 +68,12 @@ def is_chosen() -> bool:
 
 def fast_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """left [..., k] @ right [k, n], and a bias [n], in memory of its own and without a graph; None: not by oneDNN."""
-    if not _takes(left, right):
+    if not _takes(left, right) or (bias is not None and bias.dtype is not torch.float32):
         return None
-    result: torch.Tensor = shims.ONEDNN_PRODUCT(left, right.t(), bias, "none", (), "")
+    # A bias is read as if its elements lay side by side.
+    result: torch.Tensor = shims.ONEDNN_PRODUCT(
+        left, right.t(), None if bias is None else bias.contiguous(), "none", (), ""
+    )
     return result if left.dim() == 2 else no_view(result)
 
 

@@ -55,6 +55,23 @@ def test_products_and_sums_of_products(sizes: tuple[int, int, int], transposed: 
     assert whole[[0, -1]].eq(7).all()
 
 
+SPREAD = {
+    "left": (torch.ones(1, 1).expand(6, 4), torch.randn(4, 5), None),  # the gradient of a sum
+    "right": (torch.randn(6, 4), torch.ones(1, 1).expand(4, 5), None),
+    "every other column": (torch.randn(6, 8)[:, ::2], torch.randn(4, 10)[:, ::2], None),
+    "one bias for all": (torch.randn(6, 4), torch.randn(4, 5), torch.ones(1).expand(5)),
+    "every other bias": (torch.randn(6, 4), torch.randn(4, 5), torch.arange(10.0)[::2]),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_elements_that_do_not_lie_side_by_side(name: str) -> None:
+    """Protects against the library's own reading of strides: it takes a bias as lying side by side."""
+    left, right, bias = SPREAD[name]
+    exact = left.double() @ right.double() + (0 if bias is None else bias.double())
+    assert close(fast_product(left, right, bias), exact)
+
+
 def test_a_large_sum_is_added_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Protects the memory of a step: no second gradient as large as the first."""
     sizes = []
@@ -109,6 +126,7 @@ def switched_off(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None
         lambda left, right: fast_product(left.as_subclass(Own), right),
         lambda left, right: fast_product(left.to("meta"), right.to("meta")),
         lambda left, right: fast_product(left[:0], right),
+        lambda left, right: fast_product(left, right, torch.ones(4, dtype=torch.float64)),
         reduced_precision,
         switched_off,
     ],
