@@ -119,6 +119,8 @@ def _takes(left: torch.Tensor, right: torch.Tensor) -> bool:
         and bool(torch.backends.mkldnn.enabled)
         and torch.backends.mkldnn.matmul.fp32_precision in _EXACT  # type: ignore[attr-defined]
         and not torch.compiler.is_compiling()
+        and not shims.in_function_transform()
+        and not shims.in_forward_mode()
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid import cpu_products
@@ -134,6 +135,16 @@ def switched_off(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None
 def test_where_it_steps_back(attempt: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]) -> None:
     """Protects graphs, other types and classes, and whoever asked for other kernels."""
     assert attempt(torch.randn(4, 4), torch.randn(4, 4)) is None
+
+
+def test_transforms_and_forward_mode_go_torchs_way() -> None:
+    """Protects a vmap over a model without gradients, and derivatives along a direction: the kernel knows neither."""
+    left, right = torch.randn(3, 4, 5), torch.randn(5, 2)
+    assert close(torch.vmap(lambda one: matrix_product(one, right))(left), left.double() @ right.double())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(left[0], torch.ones(4, 5))
+        slope = forward_ad.unpack_dual(matrix_product(dual, right)).tangent
+        assert close(slope, torch.ones(4, 5).double() @ right.double())
 
 
 def test_small_products_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
