@@ -93,18 +93,27 @@ class _Watch:
             return  # switched off
         if self._base is None or not ran or not self._products:
             raise self._refusal("reads the weights of its layers, or calls some of them only")
-        difference = (output - self._base).double().flatten()
-        products = torch.stack([one.double().flatten() for one in self._products], dim=1)
-        if products.shape[0] != difference.shape[0]:
+        left = difference = (output - self._base).double().flatten()
+        products = [one.double().flatten() for one in self._products]
+        if any(one.shape != difference.shape for one in products):
             raise self._refusal("returns another shape than its layer")
-        if not products.any() and not difference.any():
+        has_products = any(bool(one.any()) for one in products)
+        if not has_products and not difference.any():
             return
-        multiples = torch.linalg.pinv(products.T @ products, hermitian=True) @ (products.T @ difference)
-        left = (difference - products @ multiples).norm()
+        # By sums over elements: a matrix product would be among those that selective recompute keeps, in the order of a
+        # forward that does not look again.
+        directions: list[torch.Tensor] = []
+        for one in products:
+            rest = one
+            for direction in directions:
+                rest = rest - torch.dot(direction, rest) * direction
+            if rest.norm() > 1e-9 * one.norm():
+                directions.append(rest / rest.norm())
+                left = left - torch.dot(directions[-1], left) * directions[-1]
         rounding = 8 * torch.finfo(output.dtype).eps * output.double().norm()
-        if left > _TOLERANCE * difference.norm() + rounding:
+        if left.norm() > _TOLERANCE * difference.norm() + rounding:
             raise self._refusal("does more with what they return than add a multiple of it")
-        self._is_known = bool(products.any())
+        self._is_known = has_products
 
     def _refusal(self, what: str) -> ModelError:
         return ModelError(

@@ -58,9 +58,9 @@ class Model(nn.Module):
         return self.lm_head(x)
 
 
-def masks(with_recompute: bool) -> dict[str, Any]:
+def masks(policy: str | None) -> dict[str, Any]:
     torch.manual_seed(1)
-    recompute = {"recompute": "full"} if with_recompute else {}
+    recompute = {} if policy is None else {"recompute": policy}
     with tensor_variant(2, stage=0, plan=None, seed=3, **recompute) as strategy:
         model: Any = hybrid.distributed_model(Model(), strategy)
         model.train()
@@ -73,10 +73,13 @@ def masks(with_recompute: bool) -> dict[str, Any]:
         return {"drawn": drawn, "gradients": gradients}
 
 
-@pytest.mark.parametrize("with_recompute", [False, True])
-def test_masks_of_side_paths(with_recompute: bool) -> None:
-    """A side path reads whole activations in the middle of cut ones: masks that differ there make the ranks part."""
-    first, second = run_ranks(masks, 2, with_recompute)
+@pytest.mark.parametrize("policy", [None, "full", "selective"])
+def test_masks_of_side_paths(policy: str | None) -> None:
+    """A side path reads whole activations in the middle of cut ones: masks that differ there make the ranks part.
+
+    What looks at the first forward leaves no product among those that selective recompute keeps.
+    """
+    first, second = run_ranks(masks, 2, policy)
     for name, mask in first["drawn"].items():
         alike = torch.equal(mask, second["drawn"][name])
         assert alike == ("o_proj" not in name), f"{name}: of a cut input each rank drops its own"
