@@ -60,8 +60,9 @@ class Model(nn.Module):
 
 def masks(policy: str | None) -> dict[str, Any]:
     torch.manual_seed(1)
-    recompute = {} if policy is None else {"recompute": policy}
-    with tensor_variant(2, stage=0, plan=None, seed=3, **recompute) as strategy:
+    with tensor_variant(2, stage=0, plan=None, seed=3) as strategy:
+        if policy is not None:
+            strategy.recompute, strategy.recompute_configs = True, {"policy": policy, "units": ["Attention"]}
         model: Any = hybrid.distributed_model(Model(), strategy)
         model.train()
         x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(2))
