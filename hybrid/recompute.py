@@ -45,7 +45,8 @@ def choose_units(
     whose section `wanted` was given.
 
     Raises:
-        ModelError: nothing to choose from, or a name that is neither a module nor a class of the model.
+        ModelError: nothing to choose from, a name that is neither a module nor a class of the model, or a container
+            that is never called.
     """
     modules = dict(model.named_modules())
     if wanted is None:
@@ -54,11 +55,30 @@ def choose_units(
                 f"{feature}: the model has no repeated blocks to {feature}; name modules or classes in "
                 f"{feature}_configs['units'], for example {[name for name in modules if name][:3]}"
             )
+        _check_called(modules, blocks, feature)
         return tuple(blocks)
     _check_known(modules, wanted, feature)
     chosen = [name for name, module in modules.items() if name in wanted or type(module).__name__ in wanted]
     chosen = [name for name in chosen if name] or chosen  # a class of modules inside, which the model is of as well
-    return tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen if other != name))
+    outer = tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen if other != name))
+    _check_called(modules, outer, feature)
+    return outer
+
+
+def _check_called(modules: Mapping[str, nn.Module], chosen: Sequence[str], feature: str) -> None:
+    """Of a container without a forward the model calls what is in it: nothing would happen there."""
+    for name in chosen:
+        if not _has_forward(modules[name]):
+            inside = sorted({type(one).__name__ for one in modules[name].children() if _has_forward(one)})
+            raise ModelError(
+                f"{feature}: module {name!r} is a {type(modules[name]).__name__} and has no forward, the model calls "
+                f"what is in it: {feature} would do nothing there. Name modules in {feature}_configs['units'], for "
+                f"example {inside[:3]}"
+            )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _check_known(modules: Mapping[str, nn.Module], wanted: Sequence[str], feature: str) -> None:

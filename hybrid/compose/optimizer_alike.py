@@ -76,11 +76,15 @@ def _facts(
     for parameter, values in state.items():
         fqn = engine.fqn_of.get(id(parameter)) if isinstance(parameter, torch.Tensor) else None
         if fqn is not None:
-            facts[f"the state of {fqn!r}"] = ", ".join(f"{key} {_shown(value)}" for key, value in values.items())
+            shown = (f"{key} {_shown(value, parameter.shape)}" for key, value in values.items())
+            facts[f"the state of {fqn!r}"] = ", ".join(shown)
     return facts
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, shape: torch.Size) -> str:
+    """`shape`: of the parameter, of which tensor-parallel ranks may hold unequal parts."""
     if isinstance(value, torch.Tensor):
+        if value.dim() > 0 and value.shape == shape:
+            return "of its parameter's shape"
         return f"of shape {tuple(value.shape)}" if value.dim() > 0 or value.is_meta else f"{value.item():g}"
     return repr(value) if isinstance(value, _COMPARED) else type(value).__name__

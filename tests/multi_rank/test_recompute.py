@@ -276,6 +276,10 @@ def refused() -> None:
     with pytest.raises(hybrid.ModelError, match="no repeated blocks"):
         hybrid.distributed_model(nn.Linear(2, 2), strategy=with_recompute(1, {}))
     hybrid.shutdown()
+    parts = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 2), "norm": nn.LayerNorm(2)}) for _ in range(2))
+    with pytest.raises(hybrid.ModelError, match=r"'0' is a ModuleDict and has no forward.*\['LayerNorm', 'Linear'\]"):
+        hybrid.distributed_model(parts, strategy=with_recompute(1, {}))
+    hybrid.shutdown()
 
 
 def test_unknown_units_are_refused() -> None:
