@@ -231,16 +231,23 @@ def _least_limit(sums: Sequence[int], num_chunks: int) -> int:
     Chunks filled up to a limit are the fewest possible under it, and cutting one further never makes a costlier one;
     so a limit can be kept if they are `num_chunks` at most.
     """
-    low, high = max(after - before for before, after in pairwise(sums)), sums[-1]
+    largest = max(after - before for before, after in pairwise(sums))
+    low = max(largest, -(-sums[-1] // num_chunks))
+    high = low + largest  # what is left of a chunk then is less than its next layer
     while low < high:
         limit = (low + high) // 2
-        num_filled = end = 0
+        num_filled = end = costliest = 0
+        next_limit = sums[-1]  # the least with which some chunk has a layer more
         while end < len(sums) - 1:
-            num_filled, end = num_filled + 1, bisect_right(sums, sums[end] + limit) - 1
+            start, end = end, bisect_right(sums, sums[end] + limit) - 1
+            num_filled += 1
+            costliest = max(costliest, sums[end] - sums[start])
+            if end < len(sums) - 1:
+                next_limit = min(next_limit, sums[end + 1] - sums[start])
         if num_filled <= num_chunks:
-            high = limit
+            high = costliest
         else:
-            low = limit + 1
+            low = next_limit
     return low
 
 

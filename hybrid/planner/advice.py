@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybrid.planner.cost import StepTime, step_time
+from hybrid.planner.cost import StepTime, least_step_seconds, step_time
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory import memory
 from hybrid.planner.request import Request
@@ -127,8 +127,13 @@ def _sensitivities(job: Job, result: SearchResult) -> Iterator[Sensitivity]:
     for what, name in changes.items():
         for change in (-_CHANGE, _CHANGE):
             changed = scaled_job(job, **{name: 1 + change})
-            times = [(step_time(changed, one.candidate).total_seconds, one.candidate.label) for one in result.found]
-            yield Sensitivity(what=what, change=change, step_seconds=times[0][0], best=min(times)[1])
+            first, *others = (one.candidate for one in result.found)
+            seconds = step_time(changed, first).total_seconds
+            best = (seconds, first.label)
+            for other in others:
+                if least_step_seconds(changed, other, is_played=False) <= best[0]:  # else it is slower for sure
+                    best = min(best, (step_time(changed, other).total_seconds, other.label))
+            yield Sensitivity(what=what, change=change, step_seconds=seconds, best=best[1])
 
 
 def _slow_device(job: Job, best: Priced) -> str:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 
 from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.planner.constraints import Problem, batch_problems, not_built, shape_problems, state_problems
 from hybrid.planner.cost import work_seconds
-from hybrid.planner.job import Candidate
+from hybrid.planner.job import Candidate, Job
 from hybrid.planner.model_spec import Recompute
-from hybrid.planner.options import bases, shapes
+from hybrid.planner.options import bases, least_memory, shapes
 from hybrid.planner.request import Request
+from hybrid.planner.stages import stage_ranges
 
-__all__ = ["Entry", "Rejection", "SmallestFailing", "Tally", "first_problem", "queue_of"]
+__all__ = ["Bound", "Entry", "Group", "Rejection", "Tally", "first_problem", "queue_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +50,29 @@ class Tally:
         return tuple(Rejection(rule=rule, count=count, text=self.texts[rule]) for rule, count in ordered)
 
 
+class Bound(IntEnum):
+    """What the least time of a base was worked out from."""
+
+    WORK = 0
+    """The work of its units."""
+    CHUNKS = 1
+    """Its pipeline chunks."""
+    STATE = 2
+    """These with what the fastest way to cut its state takes, of those that may fit."""
+    SCHEDULE = 3
+    """That and its schedule."""
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A base in the queue, with the least that it can take: by the work of its units, then of its chunks, then by its
-    schedule."""
+    """A base in the queue, with the least that it can take."""
 
     bound_seconds: float
     base: Candidate
-    has_chunks: bool = False
-    is_played: bool = False
+    group: Group
+    bound: Bound = Bound.WORK
+    options: Sequence[tuple[float, Candidate]] = ()
+    """From `STATE` on: the ways to cut its state that may fit, each with the least that it can take."""
     _label: str = ""
 
     @property
@@ -69,36 +84,77 @@ class Entry:
     def __lt__(self, other: Entry) -> bool:
         if self.bound_seconds != other.bound_seconds:
             return self.bound_seconds < other.bound_seconds
-        return (self.label, self.is_played) < (other.label, other.is_played)
+        return (self.label, self.bound) < (other.label, other.bound)
 
 
-class SmallestFailing:
-    """(all of a base but micro-batch and recompute) -> recompute -> the smallest micro-batch that does not fit.
+class Group:
+    """Bases that differ in the micro-batch and in what is recomputed, those that keep the rules; and which of them do
+    not fit.
 
-    A larger micro-batch keeps more, and so does a base that recomputes less.
+    Among those that cut the model in the same places and have several micro-batches, or one, a larger micro-batch keeps
+    more, and so does one that recomputes less. The number of micro-batches in flight depends on the batch only where
+    there are fewer of them than stages.
+
+    Args:
+        leanest: that which recomputes most, with the smallest micro-batch.
     """
 
-    def __init__(self) -> None:
-        self._sizes: dict[tuple[object, ...], dict[Recompute, int]] = {}
+    def __init__(self, leanest: Candidate) -> None:
+        self.leanest = leanest
+        self._is_possible: bool | None = None
+        self._has_fitting: bool | None = None
+        self._failing: dict[tuple[int, bool], list[tuple[int, int, float]]] = {}
 
-    def fails(self, base: Candidate) -> bool:
-        sizes = self._sizes.get(_without_batch(base))
-        return sizes is not None and any(
-            base.micro_batch_size >= size and _KEEPS[base.recompute] >= _KEEPS[policy] for policy, size in sizes.items()
-        )
+    def failing_bytes(
+        self, job: Job, base: Candidate, least_bytes: Callable[[Candidate], float | None]
+    ) -> float | None:
+        """What a base that fails has at least; None for one that may fit.
 
-    def add(self, base: Candidate) -> None:
-        sizes = self._sizes.setdefault(_without_batch(base), {})
-        sizes[base.recompute] = min(base.micro_batch_size, sizes.get(base.recompute, base.micro_batch_size))
+        Args:
+            job: of the search.
+            base: of the group.
+            least_bytes: of a base that does not fit; None for one that may.
+        """
+        place = self.place(job, base)
+        known = self._known(base, place)
+        if known is None and self._has_fitting is None:
+            held = self._test(self.leanest, self.place(job, self.leanest), least_bytes)
+            self._has_fitting = held is None
+            known = self._known(base, place)
+        if known is None and not self._has_fitting:  # mostly all fail
+            leaner = replace(base, recompute=self.leanest.recompute)
+            self._has_fitting = self._test(leaner, place, least_bytes) is None
+            known = self._known(base, place)
+        return known if known is not None else self._test(base, place, least_bytes)
+
+    def is_possible(self, request: Request) -> bool:
+        """Whether what is fixed leaves any way to cut the state."""
+        if self._is_possible is None:
+            self._is_possible = least_memory(request, self.leanest) is not None
+        return self._is_possible
+
+    def place(self, job: Job, base: Candidate) -> tuple[int, bool]:
+        """Those of the group that have the same are compared."""
+        return id(stage_ranges(job, base)), base.num_micro_batches == 1
+
+    def _known(self, base: Candidate, place: tuple[int, bool]) -> float | None:
+        failing = self._failing.get(place)
+        if failing is None:
+            return None
+        size, policy = base.micro_batch_size, _KEEPS[base.recompute]
+        return max((held for leaner, least, held in failing if size >= least and policy >= leaner), default=None)
+
+    def _test(
+        self, base: Candidate, place: tuple[int, bool], least_bytes: Callable[[Candidate], float | None]
+    ) -> float | None:
+        held = least_bytes(base)
+        if held is not None:
+            self._failing.setdefault(place, []).append((_KEEPS[base.recompute], base.micro_batch_size, held))
+        return held
 
 
 # How much of a forward stays for backward, in order.
 _KEEPS: dict[Recompute, int] = {"full": 0, "selective": 1, "core_attention": 2, "none": 3}
-
-
-# The number of micro-batches in flight depends on the batch only where there are fewer of them than stages.
-_BATCH = {"micro_batch_size", "num_micro_batches", "recompute"}
-_without_batch = attrgetter(*(item.name for item in fields(Candidate) if item.name not in _BATCH))
 
 
 def queue_of(request: Request, tally: Tally) -> tuple[int, list[Entry]]:
@@ -114,8 +170,11 @@ def queue_of(request: Request, tally: Tally) -> tuple[int, list[Entry]]:
             considered += 1
             tally.add(wrong[0].rule, partial(str, wrong[0].text))
             continue
+        groups: dict[tuple[object, ...], Group] = {}
         for grown in bases(request, shape):
-            ahead, behind = _shared_problems(request, grown[0])
+            first = grown[0]
+            ahead, behind = _shared_problems(request, first)
+            alike = (first.sequence_parallel, first.schedule, first.virtual_stages)
             for base in grown:
                 considered += 1
                 problem = ahead or next(batch_problems(job, base), None) or behind
@@ -134,7 +193,9 @@ def queue_of(request: Request, tally: Tally) -> tuple[int, list[Entry]]:
                 )
                 if key not in work:
                     work[key] = work_seconds(job, base)
-                queue.append(Entry(_least_seconds(base, work[key]), base))
+                if alike not in groups:  # those that recompute most come first
+                    groups[alike] = Group(base)
+                queue.append(Entry(_least_seconds(base, work[key]), base, groups[alike]))
     return considered, queue
 
 

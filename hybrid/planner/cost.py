@@ -69,9 +69,10 @@ def step_time(job: Job, candidate: Candidate) -> StepTime:
     return StepTime(parts=priced.parts, stage_seconds=priced.stage_seconds)
 
 
-def least_step_seconds(job: Job, candidate: Candidate) -> float:
-    """Not more than `step_time`, much sooner where other ways to cut the state of the layout have been priced."""
-    return _pricer(job).least_seconds(candidate)
+def least_step_seconds(job: Job, candidate: Candidate, *, is_played: bool) -> float:
+    """Not more than `step_time`, much sooner where other ways to cut the state of the layout have been priced; and if
+    not `is_played` without its schedule, sooner still."""
+    return _pricer(job).least_seconds(candidate, is_played=is_played)
 
 
 def least_base_seconds(job: Job, candidate: Candidate, *, is_played: bool) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from hybrid.planner.host_memory import fullest_host, host_parts
 from hybrid.planner.job import Candidate, Job
@@ -212,9 +213,21 @@ def worst_bytes(job: Job, candidate: Candidate) -> int:
     return max(most_bytes(*rank, candidate, plan.profile) for rank in plan.ranks)
 
 
-def least_bytes(job: Job, candidate: Candidate) -> float:
-    """Not more than `worst_bytes`, much sooner: of the ranks that usually hold most, without buckets and padding."""
-    return least_bytes_of(job, candidate)(candidate)
+def least_bytes(job: Job, candidate: Candidate, *, enough: float = inf) -> float:
+    """Not more than `worst_bytes`, much sooner: of the ranks that usually hold most, without buckets and padding.
+
+    Where one of them has more than `enough`, of the first that has.
+    """
+    table = _table(job)
+    chunks = stage_ranges(job, candidate)
+    elements, fullest = table.least.of_ranks(chunks, candidate)
+    most = 0.0
+    for rank in dict.fromkeys((0, fullest, candidate.pp - 1)):
+        (own,) = table.activations.of(chunks, candidate, (rank,))
+        most = max(most, _least_of_rank(job, candidate, table.profile, elements[rank], own))
+        if most > enough:
+            break
+    return most
 
 
 def least_bytes_of(job: Job, base: Candidate) -> Callable[[Candidate], float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -159,10 +160,15 @@ def least_memory(request: Request, base: Candidate) -> Candidate | None:
 
 def _shard_sizes(request: Request, base: Candidate) -> tuple[int, ...]:
     """All ranks, those that share a fast link, and some between: divisors of dp, at most six of them, largest first."""
-    sizes = [size for size in divisors(base.dp) if size > 1 or base.cp > 1]
+    return _shard_sizes_of(base.dp, base.cp, max(1, request.job.cluster.domain_size // (base.tp * base.cp)))
+
+
+@lru_cache(maxsize=1024)
+def _shard_sizes_of(dp: int, cp: int, local: int) -> tuple[int, ...]:
+    """`local`: how many ranks share a fast link."""
+    sizes = [size for size in divisors(dp) if size > 1 or cp > 1]
     if len(sizes) <= _MOST_SHARD_SIZES:
         return tuple(reversed(sizes))
-    local = max(1, request.job.cluster.domain_size // (base.tp * base.cp))
     inside = [size for size in sizes if size <= local]
     kept = {sizes[0], sizes[-1], *(inside[-1:])}
     step = (len(sizes) - 1) / (_MOST_SHARD_SIZES - 1)

@@ -25,6 +25,7 @@ from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory import gathered_again
 from hybrid.planner.model_spec import UnitSpec
 from hybrid.planner.pipeline_time import pipeline_seconds
+from hybrid.planner.rank_kinds import RankKinds, rank_kinds
 from hybrid.planner.software import software_of
 from hybrid.planner.stage_messages import StageMessages
 from hybrid.planner.stages import stage_units
@@ -68,26 +69,42 @@ class Pricer:
         # With the stages, which are known by their id, so that it stays theirs.
         self._priced: dict[tuple[object, ...], tuple[object, list[PricedChunk]]] = {}
         self._states: dict[tuple[object, ...], ChunkState] = {}
+        self._of_ranks: dict[tuple[object, ...], RankKinds] = {}
         self._plain_ends: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._untied: dict[int, ChunkState] = {}
         self._known_states: dict[tuple[object, ...], StateSeconds] = {}
         self._unit_waits: dict[tuple[object, ...], UnitWaits] = {}
 
-    def least_seconds(self, candidate: Candidate) -> float:
-        """Not more than `price` gives.
+    def least_seconds(self, candidate: Candidate, *, is_played: bool) -> float:
+        """Not more than `price` gives; from the schedule if `is_played`, else from what must come one behind the other.
 
         What a rank waits for its state makes no action shorter, so that it ends no sooner than without, nor sooner
-        than it can do its own work.
+        than the first micro-batch gets there and it has done its own work; and no sooner does the first rank than the
+        last gradient has come back.
         """
         m = candidate.num_micro_batches
         chunks = self._priced_chunks(candidate)
-        states = self._state_of_ranks(chunks, candidate)
-        waiting = ChunkSeconds.waiting(chunks, states, candidate)
-        ends = self._ends_without_waits(candidate, chunks)
-        ready = max(
-            max(end, m * waiting.of_rank(own)) + state.last_reduction
-            for end, own, state in zip(ends, placed(candidate, len(chunks)), states, strict=True)
-        )
+        kinds = self._kinds_of_ranks(chunks, candidate)
+        states = [self._state_of(own, is_whole, candidate) for own, is_whole in kinds.ranks]
+        shown, delays = self._messages.of(candidate, len(chunks))
+        is_split, is_shown = schedule_splits_backward(candidate.schedule), any(shown)
+        places = placed(candidate, len(chunks))
+        work, forward, backward = [], [], []
+        for (own, _), state in zip(kinds.ranks, states, strict=True):
+            waits = sum(state.forward_gathers) + sum(state.backward_gathers) + sum(state.reductions)
+            work.append(m * (sum(chunk.forward + chunk.backward + chunk.weights for chunk in own) + waits))
+            forward.append(own[0].forward + state.forward_gathers[0])
+            backward.append(own[0].backward + state.backward_gathers[0] + state.reductions[0])
+        ends = self._ends_without_waits(candidate, chunks) if is_played else (0.0,) * candidate.pp
+        ready = head = tail = 0.0
+        for rank, kind in enumerate(kinds.numbers):
+            message = shown[rank] / 2 if is_shown else 0.0
+            here = head + work[kind] + (m * sum(shown[at] for at in places[rank]) if is_shown else 0.0)
+            ready = max(ready, max(here, ends[rank]) + states[kind].last_reduction)
+            ready = max(ready, here + tail + (states[kinds.numbers[0]].last_reduction if tail else 0.0))
+            if rank < len(delays):
+                head += forward[kind] + message + delays[rank]
+                tail += 0.0 if is_split else backward[kind] + message + delays[rank]
         after = max(state.optimizer + state.gather for state in states)
         return (ready + after + self.software.step_seconds) * _ROUNDED
 
@@ -325,30 +342,40 @@ class Pricer:
         return gathered_again(self.job, candidate)
 
     def _state_of_ranks(
-        self, chunks: Sequence[PricedChunk], candidate: Candidate, again: Sequence[int] = ()
+        self, chunks: Sequence[PricedChunk], candidate: Candidate, again: Sequence[int]
     ) -> list[StateSeconds]:
-        """Per pipeline rank; ranks with equal chunks share it. `again`: bytes that each gathers once more; none for a
-        bound."""
+        """Per pipeline rank; ranks with equal chunks share it. `again`: bytes that each gathers once more."""
+        kinds = self._kinds_of_ranks(chunks, candidate)
+        return [
+            self._state_of(*kinds.ranks[kind], candidate, repeated)
+            for kind, repeated in zip(kinds.numbers, again, strict=True)
+        ]
+
+    def _kinds_of_ranks(self, chunks: Sequence[PricedChunk], candidate: Candidate) -> RankKinds:
+        """`chunks`: of `_priced_chunks`, which keeps them, so that their id stays theirs."""
+        key = (id(chunks), candidate.pp, schedule_placement(candidate.schedule))
+        known = self._of_ranks.get(key)
+        if known is None:
+            known = self._of_ranks[key] = rank_kinds(chunks, candidate)
+        return known
+
+    def _state_of(
+        self, own: tuple[PricedChunk, ...], is_whole: bool, candidate: Candidate, repeated: int = 0
+    ) -> StateSeconds:
+        """Of a rank with these chunks; without `repeated` not more than with."""
         c = candidate
         run = (c.schedule, c.num_micro_batches) if c.reshard_after == "run" else ()
-        cutting = (
+        key = (
             c.pp, c.dp_replicate, c.dp_shard, c.zero_stage, c.grad_reduce, run, c.is_overlapped, c.offload,
+            is_whole, repeated, *map(id, own),
         )  # fmt: skip
-        known = self._known_states
-        found = []
-        for rank, places in enumerate(placed(candidate, len(chunks))):
-            own = [chunks[place] for place in places]
-            repeated = again[rank] if again else 0
-            is_whole = candidate.pp > 1 and {0, len(chunks) - 1} <= set(places)
-            key = (cutting, is_whole, repeated, *map(id, own))
-            state = known.get(key)
-            if state is None:
-                parts = [chunk.state for chunk in own]
-                if is_whole and parts[-1].tied:  # what is tied to the beginning lies on this rank once
-                    parts[-1] = self._without_ties(parts[-1])
-                state = known[key] = self._state(own, parts, candidate, repeated)
-            found.append(state)
-        return found
+        state = self._known_states.get(key)
+        if state is None:
+            parts = [chunk.state for chunk in own]
+            if is_whole and parts[-1].tied:  # what is tied to the beginning lies on this rank once
+                parts[-1] = self._without_ties(parts[-1])
+            state = self._known_states[key] = self._state(own, parts, candidate, repeated)
+        return state
 
     def _without_ties(self, state: ChunkState) -> ChunkState:
         if id(state) not in self._untied:

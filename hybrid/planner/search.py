@@ -17,8 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from math import inf
+from operator import itemgetter
+from typing import Literal
 
-from hybrid.planner.base_queue import Entry, Rejection, SmallestFailing, Tally, first_problem, queue_of
+from hybrid.planner.base_queue import Bound, Entry, Rejection, Tally, first_problem, queue_of
 from hybrid.planner.constraints import batch_problems, shape_problems
 from hybrid.planner.cost import StepTime, least_base_seconds, least_step_seconds, step_time
 from hybrid.planner.job import Candidate
@@ -31,7 +34,9 @@ from hybrid.planner.room import Fit, Room, fit_of
 __all__ = ["Fit", "Priced", "Progress", "Rejection", "SearchResult", "anything_fits", "fit_of", "search", "why"]
 
 _SAME = 1e-6  # steps that differ by less take the same time
-_MOST_TRIED = 100  # of those that do not fit, when the nearest ones that would be faster are looked for
+# Of those that do not fit, when the nearest ones that would be faster are looked for: priced in full, and looked at.
+_MOST_TRIED = 100
+_MOST_LOOKED = 300
 Progress = Callable[[int, int], None]
 
 
@@ -95,6 +100,9 @@ def _no_garbage() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # all that is new is old now, without being looked through
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -111,7 +119,7 @@ class _Search:
         self._progress, self._num_done, self._num_bases = progress, 0, len(self.queue)
         self._room = Room(request)
         self._large: list[_TooLarge] = []
-        self._failing = SmallestFailing()
+        self._failing: dict[tuple[object, ...], list[tuple[int, float, Candidate]]] = {}
 
     def run(self) -> None:
         while self.queue:
@@ -119,19 +127,41 @@ class _Search:
             if self._is_beaten(entry.bound_seconds):
                 self.tally.add("slower", partial(self._beaten, entry), 1 + len(self.queue))
                 return
-            if entry.is_played:
-                least_of = least_bytes_of(self.job, entry.base)
-                for option in state_options(self.request, entry.base):
-                    self.num_considered += 1
-                    self._try(option, least_of(option))
-            elif not entry.has_chunks:
-                self._num_done += 1
-                if self._progress is not None:
-                    self._progress(self._num_done, self._num_bases)
-                if not self._is_known_to_fail(entry.base):
-                    self._push(entry, is_played=False)
-            elif self._may_fit(entry.base):
-                self._push(entry, is_played=True)
+            if entry.bound is Bound.SCHEDULE:
+                for least, option in entry.options:
+                    self._try(option, least)
+            elif self._raise_bound(entry):
+                heapq.heappush(self.queue, entry)
+
+    def _raise_bound(self, entry: Entry) -> bool:
+        """Work out the next bound of a base; whether it is still to be looked at."""
+        base, least = entry.base, inf
+        if entry.bound is Bound.WORK:
+            self._num_done += 1
+            if self._progress is not None:
+                self._progress(self._num_done, self._num_bases)
+            if not self._may_fit(entry):
+                return False
+            entry.bound, least = Bound.CHUNKS, least_base_seconds(self.job, base, is_played=False)
+        elif entry.bound is Bound.CHUNKS:
+            entry.bound, entry.options = Bound.STATE, tuple(self._options(base))
+            least = min((seconds for seconds, _ in entry.options), default=inf)
+        elif self._is_spare(base):
+            return False
+        else:
+            entry.bound, least = Bound.SCHEDULE, least_base_seconds(self.job, base, is_played=True)
+        entry.bound_seconds = max(entry.bound_seconds, least)
+        return least < inf
+
+    def _options(self, base: Candidate) -> Iterator[tuple[float, Candidate]]:
+        """The ways to cut its state that may fit and be fast enough, with the least that each can take."""
+        least_of = least_bytes_of(self.job, base)
+        for option in state_options(self.request, base):
+            self.num_considered += 1
+            if self._fits(option, least_of(option), is_exact=False):
+                least = self._least(option, is_played=False)
+                if not self._is_slower(option, least):
+                    yield least, option
 
     def _is_beaten(self, seconds: float) -> bool:
         return len(self.kept) == self.request.num_plans and seconds > self.kept[-1].time.total_seconds
@@ -142,32 +172,42 @@ class _Search:
             f"{self.kept[-1].time.total_seconds:.4g} s"
         )
 
-    def _push(self, entry: Entry, *, is_played: bool) -> None:
-        """Back into the queue, with the bound of its chunks or of its schedule."""
-        least = least_base_seconds(self.job, entry.base, is_played=is_played)
-        entry.bound_seconds = max(entry.bound_seconds, least)
-        entry.has_chunks, entry.is_played = True, is_played
-        heapq.heappush(self.queue, entry)
+    def _is_slower(self, option: Candidate, least: float) -> bool:
+        if self._is_beaten(least):
+            self.tally.add("slower", lambda: f"{option.label} takes {least:.4g} s or more")
+            return True
+        return False
 
-    def _may_fit(self, base: Candidate) -> bool:
-        """Whether some state option of a base fits, and nothing better is known of it."""
-        if self._is_known_to_fail(base):
-            return False
-        least = least_memory(self.request, base)
-        if least is None:
+    def _may_fit(self, entry: Entry) -> bool:
+        """Whether some state option of a base fits, as far as is seen before it is laid out."""
+        base = entry.base
+        if not entry.group.is_possible(self.request):
             self.tally.add("sharding", lambda: "no stage and shard_size with what is fixed")
             return False
-        if not self._fits(least, least_bytes(self.job, least), is_exact=False):
-            self._failing.add(base)
-            return False
+        held = entry.group.failing_bytes(self.job, base, self._failing_bytes)
+        if held is None:
+            return True
+        self.tally.add("memory", lambda: _too_large_base(self.request, base))
+        alike = (id(entry.group), base.recompute, *entry.group.place(self.job, base))
+        self._failing.setdefault(alike, []).append((base.micro_batch_size, held, base))
+        return False
+
+    def _failing_bytes(self, base: Candidate) -> float | None:
+        """What a base has at least in that state option which keeps least; None where it fits."""
+        option = self._least_option(base)
+        most = self._room.most_bytes(option)
+        held = least_bytes(self.job, option, enough=most)
+        return None if held <= most else held
+
+    def _least_option(self, base: Candidate) -> Candidate:
+        option = least_memory(self.request, base)
+        assert option is not None  # it would have been left out
+        return option
+
+    def _is_spare(self, base: Candidate) -> bool:
+        """Whether another schedule is as good for all that it has."""
         if _is_spare_gpipe(self.request, base):
             self.tally.add("schedule", lambda: f"{base.label}: 1f1b takes no longer and keeps fewer micro-batches")
-            return False
-        return True
-
-    def _is_known_to_fail(self, base: Candidate) -> bool:
-        if self._failing.fails(base):
-            self.tally.add("memory", lambda: f"{base.label} keeps more than one that does not fit")
             return True
         return False
 
@@ -176,16 +216,14 @@ class _Search:
         if size <= self._room.most_bytes(option):
             return True
         self.tally.add("memory", lambda: _too_large(option, fit_of(self.request, memory(self.job, option))))
-        self._large.append(_TooLarge(option, size, is_exact))
+        self._large.append(_TooLarge(option, size, "exact" if is_exact else "least"))
         return False
 
-    def _try(self, option: Candidate, least_bytes: float) -> None:
-        if not self._fits(option, least_bytes, is_exact=False):
+    def _try(self, option: Candidate, least: float) -> None:
+        if self._is_slower(option, least):
             return
         if len(self.kept) == self.request.num_plans:  # sooner than to count all of its bytes
-            least = least_step_seconds(self.job, option)
-            if self._is_beaten(least):
-                self.tally.add("slower", lambda: f"{option.label} takes {least:.4g} s or more")
+            if self._is_slower(option, self._least(option, is_played=True)):
                 return
         if not self._fits(option, worst_bytes(self.job, option), is_exact=True):
             return
@@ -206,31 +244,63 @@ class _Search:
     def nearest_that_do_not_fit(self, best_seconds: float | None, limit: int = 8) -> Iterator[Priced]:
         """What more memory would admit: fewest missing bytes first, only what would be faster."""
         given = 0
-        for candidate in islice(self._by_missing_bytes(), _MOST_TRIED):
+        for candidate in islice(self._by_missing_bytes(best_seconds), _MOST_TRIED):
             if given == limit:
                 return
-            if best_seconds is not None and least_step_seconds(self.job, candidate) > best_seconds:
+            if best_seconds is not None and self._least(candidate, is_played=True) > best_seconds:
                 continue
             seconds = step_time(self.job, candidate)
             if best_seconds is None or seconds.total_seconds < best_seconds:
                 given += 1
                 yield self._priced(candidate, seconds)
 
-    def _by_missing_bytes(self) -> Iterator[Candidate]:
-        """Those that are too large, fewest missing bytes first; counted exactly only where their turn may come."""
+    def _least(self, candidate: Candidate, *, is_played: bool) -> float:
+        return least_step_seconds(self.job, candidate, is_played=is_played)
+
+    def _by_missing_bytes(self, best_seconds: float | None) -> Iterator[Candidate]:
+        """Those that are too large and may be faster, fewest missing bytes first; counted exactly only where their turn
+        may come."""
         groups: dict[int, list[_TooLarge]] = {}
-        for one in sorted(self._large, key=lambda one: one.tensors_bytes):
+        for one in sorted([*self._large, *self._smallest_failing()], key=lambda one: one.tensors_bytes):
             groups.setdefault(num_communicators(one.candidate), []).append(one)
+        waiting: Iterator[_TooLarge] = heapq.merge(*groups.values(), key=self._missing)
+        larger: list[tuple[float, str, _TooLarge]] = []  # those whose figures have come nearer to what they have
         counted: list[tuple[float, str, Candidate]] = []
-        for one in heapq.merge(*groups.values(), key=self._missing):
-            while counted and counted[0][0] < self._missing(one):
+        one: _TooLarge | None = next(waiting, None)
+        num_looked = 0
+        while one is not None or larger:
+            if one is None or (larger and larger[0][0] < self._missing(one)):
+                turn = heapq.heappop(larger)[-1]
+            else:
+                turn, one = one, next(waiting, None)
+            while counted and counted[0][0] < self._missing(turn):
                 yield heapq.heappop(counted)[-1]
-            candidate = one.candidate
+            # Of those that are counted, more than one that is not may be missing less.
+            if best_seconds is not None and num_looked == _MOST_LOOKED:
+                return
+            candidate, size = turn.candidate, turn.tensors_bytes
+            if turn.known == "leaner":
+                own = replace(turn, tensors_bytes=least_bytes(self.job, candidate), known="least")
+                heapq.heappush(larger, (self._missing(own), candidate.label, own))
+                continue
+            num_looked += 1
+            if turn.larger:
+                rest = turn.larger
+                following = replace(turn, candidate=self._least_option(rest[0]), known="leaner", larger=rest[1:])
+                heapq.heappush(larger, (self._missing(following), following.candidate.label, following))
+            if best_seconds is not None and self._least(candidate, is_played=False) > best_seconds:
+                continue
             if not _is_spare_gpipe(self.request, candidate):
-                size = one.tensors_bytes if one.is_exact else worst_bytes(self.job, candidate)
+                size = size if turn.known == "exact" else worst_bytes(self.job, candidate)
                 heapq.heappush(counted, (self._room.over_bytes(size, candidate), candidate.label, candidate))
         while counted:
             yield heapq.heappop(counted)[-1]
+
+    def _smallest_failing(self) -> Iterator[_TooLarge]:
+        """The smallest of the bases that do not fit and are alike, which leads to the next larger one."""
+        for alike in self._failing.values():
+            (_, held, first), *others = sorted(alike, key=itemgetter(0))
+            yield _TooLarge(self._least_option(first), held, "leaner", tuple(base for _, _, base in others))
 
     def _missing(self, one: _TooLarge) -> float:
         return self._room.over_bytes(one.tensors_bytes, one.candidate)
@@ -238,11 +308,18 @@ class _Search:
 
 @dataclass(frozen=True, slots=True)
 class _TooLarge:
-    """`tensors_bytes` are at least so many where they are not exact."""
+    """A layout that does not fit.
+
+    Args:
+        tensors_bytes: that it has, at least.
+        known: whose they are: at least those of one that has less, its own least ones, or all of them.
+        larger: bases like it with larger micro-batches.
+    """
 
     candidate: Candidate
     tensors_bytes: float
-    is_exact: bool
+    known: Literal["leaner", "least", "exact"]
+    larger: tuple[Candidate, ...] = ()
 
 
 def _is_spare_gpipe(request: Request, candidate: Candidate) -> bool:
@@ -271,6 +348,12 @@ def _too_large_for_host(request: Request, option: Candidate) -> str:
         f"{option.label} keeps {needed / 1e9:.1f} GB in the memory of one host, which has "
         f"{request.host_memory_bytes / 1e9:.1f} GB"
     )
+
+
+def _too_large_base(request: Request, base: Candidate) -> str:
+    option = least_memory(request, base)
+    assert option is not None
+    return _too_large(option, fit_of(request, memory(request.job, option)))
 
 
 def _too_large(candidate: Candidate, fit: Fit) -> str:

@@ -17,6 +17,8 @@ Ranges = tuple[range, ...]
 # A search asks for the same chunks thousands of times, and adding up thousands of parameters takes longer than to price
 # a layout.
 _CHUNKS: Kept[tuple[Chunks, Ranges]] = Kept(4096)
+# Most sizes of a micro-batch cut a model in the same places: what is known by the identity of chunks serves them all.
+_SAME: Kept[tuple[Chunks, Ranges]] = Kept(4096)
 _COSTS: Kept[tuple[tuple[float, int], ...]] = Kept(64)
 
 
@@ -65,7 +67,7 @@ def _cut(model: ModelSpec, tokens: int, seq: int, num_chunks: int, split: tuple[
         ranges = split_by_costs(
             [round(flops * tokens) + _FLOPS_PER_PARAMETER * size for flops, size in costs], num_chunks
         )
-    return tuple(units[chunk.start : chunk.stop] for chunk in ranges), ranges
+    return _SAME.get(model, ranges, make=lambda: (tuple(units[chunk.start : chunk.stop] for chunk in ranges), ranges))
 
 
 def _unit_costs(model: ModelSpec, seq: int) -> tuple[tuple[float, int], ...]:

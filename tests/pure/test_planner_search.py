@@ -9,6 +9,7 @@ import pytest
 
 from hybrid.contracts.cluster import parse_cluster
 from hybrid.errors import PlanError, StrategyError
+from hybrid.planner.base_queue import Group
 from hybrid.planner.constraints import problems_of
 from hybrid.planner.cost import least_base_seconds, least_step_seconds, step_time, step_timeline
 from hybrid.planner.job import Candidate, Job
@@ -16,11 +17,12 @@ from hybrid.planner.memory import least_bytes, memory, worst_bytes
 from hybrid.planner.model_spec import ModelSpec, ParameterSpec, UnitSpec
 from hybrid.planner.options import SCHEDULES, bases, shapes, state_options
 from hybrid.planner.plan import plan
+from hybrid.planner.presets import preset
 from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.request_reading import make_request
 from hybrid.planner.room import Room
 from hybrid.planner.search import anything_fits, fit_of, search, why
-from hybrid.planner.stages import stage_units
+from hybrid.planner.stages import stage_ranges, stage_units
 
 
 def request_for(**changes: object) -> Request:
@@ -64,7 +66,8 @@ def test_bounds_are_below_what_they_bound() -> None:
         seconds = step_time(job, option).total_seconds
         for is_played in (False, True):
             assert least_base_seconds(job, option, is_played=is_played) <= seconds, option.label
-        assert least_step_seconds(job, option) <= seconds, option.label
+        for is_played in (False, True):
+            assert least_step_seconds(job, option, is_played=is_played) <= seconds, option.label
         seen.add(option.schedule)
     assert seen == set(SCHEDULES)
 
@@ -366,3 +369,25 @@ def test_what_offload_needs_of_a_host_is_planned_and_refused_where_it_is_not_the
         plan("llama2-13b", {**roomy, "host_memory": "80GB"}, global_batch_size=4, seq=512, fixed="offload=parameters")
     with pytest.raises(PlanError, match="processors, whose memory is the host's"):
         plan("gpt3-125m", "local", global_batch_size=4, precision="fp32", fixed="offload=optimizer")
+
+
+def test_only_layouts_that_are_cut_alike_are_known_to_fail_by_one_that_fails() -> None:
+    """A larger micro-batch, or less recompute, keeps more, but not where the model is cut elsewhere, nor as the only
+    one of a step, whose gradients are reduced as they come."""
+    job = Job(model=preset("llama3-8b"), cluster=parse_cluster("1x8xA100"), global_batch_size=16, seq=4096)
+    leanest = Candidate(tp=1, pp=4, dp_replicate=2, micro_batch_size=1, num_micro_batches=8, recompute="full")
+    asked: list[Candidate] = []
+
+    def least_bytes(base: Candidate) -> float | None:
+        asked.append(base)
+        return 1e12 if base.num_micro_batches > 1 else None
+
+    group = Group(leanest)
+    two = replace(leanest, micro_batch_size=2, num_micro_batches=4)
+    assert stage_ranges(job, two) is stage_ranges(job, leanest)
+    assert group.failing_bytes(job, replace(two, recompute="none"), least_bytes) == 1e12
+    assert asked == [leanest]
+    elsewhere = replace(two, split=(8, 8, 8, 10))
+    assert group.failing_bytes(job, elsewhere, least_bytes) == 1e12
+    assert asked == [leanest, elsewhere]
+    assert group.failing_bytes(job, replace(leanest, micro_batch_size=8, num_micro_batches=1), least_bytes) is None
