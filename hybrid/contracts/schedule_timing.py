@@ -2,7 +2,8 @@
 
 A rank runs one action at a time, in its order, and starts it once the rank is free and all that it reads has come. A
 message takes `transfer_seconds` from the end of its source to its arrival, while both ranks compute on; messages do not
-slow each other down. Within one rank nothing is sent.
+slow each other down. Within one rank nothing is sent. A backward may send the gradient of its input `later_seconds`
+before its end, when only the gradients of weights are left to compute.
 
 The closed forms hold for chunks of equal cost and transfers that take no time (p stages, m micro-batches, v chunks per
 rank; bubble as the fraction of the step in which a rank is idle):
@@ -47,7 +48,8 @@ class Timeline:
     timed: tuple[tuple[TimedAction, ...], ...]
     """Per rank, in order."""
     critical_path: tuple[TimedAction, ...]
-    """From the start of the step to its end; each begins when the one before, and its message if any, has ended."""
+    """From the start of the step to its end; each begins when the one before, and its message if any, has ended, or
+    when what it sends has come where that leaves before its end."""
 
     @property
     def total_seconds(self) -> float:
@@ -97,17 +99,22 @@ def time_schedule(
     input_seconds: Seconds | None = None,
     weight_seconds: Seconds | None = None,
     transfer_seconds: Seconds = 0.0,
+    later_seconds: Seconds = 0.0,
 ) -> Timeline:
     """Play the schedule through with these costs of one micro-batch on each chunk of the model.
 
     `backward_seconds` is that of a whole backward (B). Of a split one, I takes `input_seconds` and W `weight_seconds`;
     what is not given is the rest of `backward_seconds` (half each where neither is). `transfer_seconds` may be given
-    per cut: value c is for the messages between chunks c and c+1, either way.
+    per cut: value c is for the messages between chunks c and c+1, either way. Of a whole backward the last
+    `later_seconds` follow when the gradient for the chunk before has been sent.
 
     A schedule that cannot run to its end raises what `check_schedule` says about it.
     """
     costs = _costs(schedule, forward_seconds, backward_seconds, input_seconds, weight_seconds)
     delays = _values("transfer_seconds", transfer_seconds, schedule.num_chunks - 1, "cut between chunks")
+    later = _values("later_seconds", later_seconds, schedule.num_chunks, "chunk")
+    if any(after > whole for after, whole in zip(later, costs[ActionKind.B], strict=True)):
+        raise StrategyError("later_seconds is more than backward_seconds: it is a part of it")
     reads = dependencies(schedule)
     done: dict[Action, TimedAction] = {}
     cause: dict[Action, TimedAction | None] = {}
@@ -125,7 +132,10 @@ def time_schedule(
                     start = last.end_seconds
                 for source in reads[action]:
                     before = done[source]
-                    delay = delays[min(source.chunk, action.chunk)] if before.rank != rank else 0.0
+                    delay = 0.0
+                    if before.rank != rank:
+                        delay = delays[min(source.chunk, action.chunk)]
+                        delay -= later[source.chunk] if source.kind is action.kind is ActionKind.B else 0.0
                     if before.end_seconds + delay > start:
                         start, last = before.end_seconds + delay, before
                 here = TimedAction(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from hybrid.errors import ModelError, PlanError
-from hybrid.planner.describe_model import spec_of
+from hybrid.planner.describe_model import read_config_file, spec_of
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.presets import preset_config
 from hybrid.strategy.live_model import build
@@ -61,7 +60,7 @@ def dry_model(model: Any, *, sample: Any = None, seq: int | None = None) -> DryM
         return _of_factory(getattr(model, "__name__", "factory"), lambda: _called(model), sample=sample, seq=seq)
     config, name = _config(model)
     given, notes = _as_gpt2(config, name)
-    spec = spec_of(given)
+    spec = spec_of({**given, "_name_or_path": name})
     length = seq or spec.default_seq
     if spec.max_seq and length > spec.max_seq:
         raise PlanError(f"seq = {length}: {name} takes at most {spec.max_seq} tokens")
@@ -95,14 +94,7 @@ def _config(model: Any) -> tuple[Mapping[str, Any], str]:
         return model.to_dict(), type(model).__name__
     path = Path(str(model)).expanduser()
     if str(model).endswith(".json") or path.exists():
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise PlanError(f"{file}: no such file; give a config.json or a folder that has one") from error
-        except (OSError, ValueError) as error:
-            raise PlanError(f"{file}: cannot be read as JSON: {error}") from error
-        return found, file.resolve().parent.name
+        return read_config_file(path)
     return preset_config(str(model))
 
 

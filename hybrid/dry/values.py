@@ -272,9 +272,8 @@ def _look(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return type(value)(map(on_meta, value))
         return value
 
-    if func is shims.GROUPED_PRODUCT.default and args[0].dim() == 2 and args[1].dim() == 3:
-        left, right = args[:2]  # torch 2.13 knows the result on the meta device in bfloat16 only
-        return _New((left.shape[0], right.shape[2]), (right.shape[2], 1), left.dtype, False)
+    if func is shims.GROUPED_PRODUCT.default:
+        return _grouped(*args[:3])
     placed = tuple(map(on_meta, args))
     moved = {name: on_meta(value) for name, value in kwargs.items()}
     if moved.get("device") is not None:
@@ -297,6 +296,20 @@ def _look(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return result
 
     return plan(func(*placed, **moved))
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None) -> _New:
+    """Torch 2.13 knows what comes of a grouped product on the meta device in bfloat16 only.
+
+    Forward [tokens, k] x [groups, k, n], the gradient of its weights [k, tokens] x [tokens, n]: one for each group.
+    """
+    shape = (*left.shape[:-1], right.shape[-1])
+    if left.dim() == right.dim() == 2:
+        assert offsets is not None
+        shape = (offsets.shape[0], *shape)
+    elif left.dim() == 3 and right.dim() == 2:
+        shape = shape[1:]
+    return _New(shape, torch.empty(shape, device="meta").stride(), left.dtype, False)
 
 
 def _reader(names: Mapping[int, str]) -> str | None:

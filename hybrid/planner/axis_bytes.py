@@ -45,14 +45,15 @@ def axis_bytes(job: Job, candidate: Candidate) -> tuple[Mapping[str, float], ...
     table, ranges = StateTable(job), stage_ranges(job, candidate)
     states = table.of_ranks(ranges, candidate, None)
     runs = _gathered_by_runs(table.of_chunks(ranges, candidate), candidate, schedule)
-    crossing = [_crossing_bytes(units[0], job, candidate) for units in chunks]
+    first_block = next((unit.name for unit in job.model.units if unit.kind == "block"), "")
+    crossing = [_crossing_bytes(units[0], job, candidate, first_block) for units in chunks]
+    within = _tensor_bytes_of_chunks(chunks, job, candidate)
     tied = tuple(_tied_elements(chunks, candidate))
     found = []
     for rank, state in enumerate(states):
         sent = dict.fromkeys(("tp", "pp", "tied", "dp"), 0.0)
-        for chunk, units in enumerate(chunks):
-            if schedule.rank_of(chunk) == rank:
-                sent["tp"] += candidate.num_micro_batches * sum(_tensor_bytes(unit, job, candidate) for unit in units)
+        here = (num_bytes for chunk, num_bytes in enumerate(within) if schedule.rank_of(chunk) == rank)
+        sent["tp"] = candidate.num_micro_batches * sum(here)
         messages = (one.send for one in transfers(schedule)[rank])
         # A value and its gradient are as wide: that which goes into the later of the two chunks.
         sent["pp"] = sum(crossing[max(one.source_chunk, one.target_chunk)] for one in messages if one is not None)
@@ -73,18 +74,23 @@ def axis_bytes(job: Job, candidate: Candidate) -> tuple[Mapping[str, float], ...
     return tuple(found)
 
 
-def _crossing_bytes(first: UnitSpec, job: Job, candidate: Candidate) -> int:
-    """Of one micro-batch, into the chunk that begins with this unit."""
+def _crossing_bytes(first: UnitSpec, job: Job, candidate: Candidate, first_block: str) -> int:
+    """Of one micro-batch, into the chunk that begins with this unit: between two blocks the sequence is cut."""
     width = job.precision.activation if first.sent is None else first.sent.between
-    parts = candidate.tp if candidate.sequence_parallel else 1
+    is_between = first.kind == "block" and first.name != first_block
+    parts = candidate.tp if candidate.sequence_parallel and is_between else 1
     return candidate.micro_batch_size * job.seq * job.model.hidden * width // parts
 
 
 def _gathered_by_runs(of_chunks: Sequence[StateBytes], candidate: Candidate, schedule: Schedule) -> list[int]:
     """Bytes of own shards of each rank, as often as runs of micro-batches have them gathered: once for each run."""
     counts = runs_of_chunks(schedule.name, candidate.pp, candidate.num_micro_batches, len(of_chunks) // candidate.pp)
+    shards = num_shards(candidate)[0]
     return [
-        sum(sum(runs) * of_chunks[chunk].parameters for chunk, runs in zip(schedule.chunks_of(rank), own, strict=True))
+        sum(
+            sum(runs) * (of_chunks[chunk].parameters + of_chunks[chunk].borrowed // shards)
+            for chunk, runs in zip(schedule.chunks_of(rank), own, strict=True)
+        )
         for rank, own in enumerate(counts)
     ]
 
@@ -111,10 +117,26 @@ def _without_runs(sent: Mapping[str, float], candidate: Candidate) -> float:
     return sum(size for name, size in sent.items() if not (is_run and name == "gather"))
 
 
-def _tensor_bytes(unit: UnitSpec, job: Job, candidate: Candidate) -> float:
-    """A forward and a backward of one micro-batch; full recompute runs the forward of a block again."""
+def _tensor_bytes_of_chunks(chunks: Sequence[Sequence[UnitSpec]], job: Job, candidate: Candidate) -> list[float]:
+    """Of each chunk: a forward and a backward of one micro-batch.
+
+    What joins the sequence for the head, or its gradient for the embedding, is sent by the block beside it.
+    """
+    found = [0.0] * len(chunks)
     if candidate.tp == 1:
-        return 0.0
+        return found
+    joining = [chunk for chunk, units in enumerate(chunks) if any(unit.kind == "block" for unit in units)]
+    for chunk, units in enumerate(chunks):
+        for unit in units:
+            own, joined = _tensor_bytes(unit, job, candidate)
+            found[chunk] += own
+            if joined:
+                found[joining[0 if unit.kind == "embedding" else -1]] += joined
+    return found
+
+
+def _tensor_bytes(unit: UnitSpec, job: Job, candidate: Candidate) -> tuple[float, float]:
+    """(by a unit, by the block beside it); full recompute runs the forward of a block again."""
     forward, backward = (
         list(
             tensor_messages(
@@ -134,7 +156,13 @@ def _tensor_bytes(unit: UnitSpec, job: Job, candidate: Candidate) -> float:
         sums = {"all_reduce", "reduce_scatter"}
         left = int(unit.leaves_last_sum)
         again = [replace(one, count=one.count - left) if one.kind in sums else one for one in forward]
-    return sum(message.sent_bytes(candidate.tp) for message in (*forward, *backward, *again))
+    own, joined = 0.0, 0.0
+    for message in (*forward, *backward, *again):
+        if message.kind == "all_gather" and unit.kind in {"embedding", "head"}:
+            joined += message.sent_bytes(candidate.tp)
+        else:
+            own += message.sent_bytes(candidate.tp)
+    return own, joined
 
 
 def _tied_elements(chunks: tuple[tuple[UnitSpec, ...], ...], candidate: Candidate) -> Iterator[int]:

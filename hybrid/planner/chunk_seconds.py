@@ -3,6 +3,7 @@
 forward    F
 backward   B, or its half I where the schedule splits it
 weights    W; nothing where it does not
+later      of B what follows when the gradient for the chunk before has been sent
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class PricedChunk:
     forward: float
     backward: float
     weights: float
+    later: float
     parts: tuple[tuple[str, float], ...]
     state: ChunkState
 
@@ -37,11 +39,17 @@ class ChunkSeconds:
     forward: Sequence[float]
     backward: Sequence[float]
     weights: Sequence[float]
+    later: Sequence[float]
 
     @classmethod
     def plain(cls, chunks: Sequence[PricedChunk]) -> ChunkSeconds:
         """Without waiting for anything."""
-        return cls([c.forward for c in chunks], [c.backward for c in chunks], [c.weights for c in chunks])
+        return cls(
+            [c.forward for c in chunks],
+            [c.backward for c in chunks],
+            [c.weights for c in chunks],
+            [c.later for c in chunks],
+        )
 
     @classmethod
     def waiting(
@@ -56,7 +64,10 @@ class ChunkSeconds:
                 forward[chunk] += state.forward_gathers[turn]
                 backward[chunk] += state.backward_gathers[turn]
                 reducing[chunk] += state.reductions[turn]
-        return cls(forward, backward, weights)
+        # Gradients that are reduced as they come have little memory at a time: none may wait.
+        every = candidate.grad_reduce == "every_micro_batch" or candidate.num_micro_batches == 1
+        later = [0.0] * len(chunks) if candidate.zero_stage >= 2 and every else found.later
+        return cls(forward, backward, weights, later)
 
     def with_messages(self, shown: Sequence[float]) -> ChunkSeconds:
         """With what each chunk waits for its messages, half of it forward and half backward."""
@@ -66,6 +77,7 @@ class ChunkSeconds:
             [a + b / 2 for a, b in zip(self.forward, shown, strict=True)],
             [a + b / 2 for a, b in zip(self.backward, shown, strict=True)],
             self.weights,
+            self.later,
         )
 
     def of_rank(self, own: Sequence[int]) -> float:

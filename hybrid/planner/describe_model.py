@@ -14,7 +14,7 @@ from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.presets import preset
 from hybrid.planner.transformer import transformer_spec
 
-__all__ = ["spec_of"]
+__all__ = ["read_config_file", "spec_of"]
 
 
 def spec_of(
@@ -46,7 +46,8 @@ def spec_of(
     if isinstance(model, str) and not _is_path(model):
         return preset(model, **_as_written(changes))
     if isinstance(model, str | Path):
-        return _of_config(_read(Path(model)), name=_name_of(Path(model)), source=f"{model}", changes=changes)
+        config, name = read_config_file(Path(model))
+        return _of_config(config, name=name, source=f"{model}", changes=changes)
     if isinstance(model, Mapping):
         return _of_config(model, name="", source="a configuration", changes=changes)
     to_dict = getattr(model, "to_dict", None)
@@ -79,11 +80,12 @@ def _is_path(text: str) -> bool:
     return text.endswith(".json") or text.startswith((".", "~")) or Path(text).expanduser().exists()
 
 
-def _name_of(path: Path) -> str:
-    return path.resolve().parent.name if path.suffix == ".json" else path.resolve().name
+def read_config_file(path: Path) -> tuple[Mapping[str, Any], str]:
+    """(configuration, name of the model): that of its folder, or of a file that is not called `config.json`.
 
-
-def _read(path: Path) -> Mapping[str, Any]:
+    Raises:
+        PlanError: no such file, or no configuration in it.
+    """
     path = path.expanduser()
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -94,4 +96,4 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise PlanError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise PlanError(f"{file}: expected the fields of a model's configuration, got {type(found).__name__}")
-    return found
+    return found, file.resolve().parent.name if file.name == "config.json" else file.stem

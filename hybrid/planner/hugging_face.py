@@ -36,12 +36,17 @@ def read_config(config: Mapping[str, Any], *, name: str, **changes: Any) -> tupl
     """As `architecture_of`, with what a reader should know: sizes that were not given, fields that do not count."""
     model_type = config.get("model_type")
     read = _READERS.get(str(model_type))
-    if read is None:
-        words = "no model_type" if model_type is None else f"model_type {model_type!r}"
-        near = nearest(str(model_type), _READERS) if model_type is not None else ""
+    if read is None and model_type is None:
         raise PlanError(
-            f"{name}: {words} is not among those with closed forms ({', '.join(_READERS)}){near}. Any other model is "
-            "measured: give the module itself with an example batch, hybrid.plan(model, cluster, sample=batch, ...)"
+            f"{name}: the configuration has no model_type, which says what kind of model its other fields are of: add "
+            f"it ({', '.join(_READERS)}), or give the config.json that save_pretrained of Transformers writes"
+        )
+    if read is None:
+        raise PlanError(
+            f"{name}: model_type {model_type!r} is not among those with closed forms "
+            f"({', '.join(_READERS)}). Any other model is measured: give package.module:factory, or from Python the "
+            "module itself with an example batch, hybrid.plan(model, cluster, sample=batch, ...)"
+            f"{nearest(str(model_type), _READERS)}"
         )
     fields = Fields(config, name)
     given: dict[str, Any] = {"name": name, **read(fields)}

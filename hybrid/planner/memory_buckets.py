@@ -31,10 +31,14 @@ def num_shards(candidate: Candidate) -> tuple[int, int]:
 class Entry(NamedTuple):
     """One parameter of a chunk: in which unit, under which key of a bucket, how much of it is here.
 
-    `tp_ranks`: that have each a part of its gradient; `is_norm`: see `ParameterSpec`, where `Precision.norm` is given.
+    `unit`: place of its unit in the order of registration; `turn`: in the order of the calls in a forward.
+    `tp_ranks`: that have each a part of its gradient; `is_norm`: see `ParameterSpec`, where `Precision.norm` is given;
+    `is_lent`: another chunk of the rank uses it too; `is_summed`: not only the ranks that cut it have parts of its
+    gradient, tp ranks or other stages do.
     """
 
     unit: int
+    turn: int
     is_around: bool
     elements: int
     key: tuple[object, ...]
@@ -42,6 +46,8 @@ class Entry(NamedTuple):
     trainable: bool
     tp_ranks: int = 1
     is_norm: bool = False
+    is_lent: bool = False
+    is_summed: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,17 +57,19 @@ class PlannedBucket:
     Args:
         sizes: elements of each parameter, in the order of the buffer.
         shape: number of the first bucket of the table with the same sizes.
-        units: in which its parameters are.
+        turns: of the units in which its parameters are, in the order of the calls.
     """
 
     sizes: tuple[int, ...]
     shape: int
     elements: int
-    units: tuple[int, ...]
+    turns: tuple[int, ...]
     is_around: bool
     is_expert: bool
     tp_ranks: int = 1
     is_norm: bool = False
+    is_lent: bool = False
+    is_summed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,10 @@ class Planning:
     frozen: tuple[PlannedBucket, ...]
     num_trained: int
     frozen_elements: int
+
+    @property
+    def of_all(self) -> tuple[PlannedBucket, ...]:
+        return self.trained + self.frozen
 
 
 @dataclass(slots=True)  # frozen ones take three times as long to make, and a search makes hundreds of thousands
@@ -134,11 +146,13 @@ class BucketTable:
             sizes=sizes,
             shape=self._shapes.setdefault(sizes, len(self._shapes)),
             elements=sum(sizes),
-            units=tuple(dict.fromkeys(entry.unit for entry in members)),
+            turns=tuple(sorted({entry.turn for entry in members})),
             is_around=members[0].is_around,
             is_expert=members[0].is_expert,
             tp_ranks=members[0].tp_ranks,
             is_norm=members[0].is_norm,
+            is_lent=any(entry.is_lent for entry in members),
+            is_summed=members[0].is_summed,
         )
 
     def cut(self, planned: Sequence[PlannedBucket], candidate: Candidate, shard: int | None) -> list[Bucket]:
@@ -177,20 +191,21 @@ class BucketTable:
         """Bytes: what lies around the units, and units in a row: one that computes, those fetched ahead of it.
 
         The unit before is freed when the next one has come, so two are whole even where nothing is fetched ahead. A
-        backward keeps a bucket until the first of the units in it has come.
+        backward keeps a bucket until the first of the units in it has come, and one that another chunk borrows to its
+        end.
         """
-        around = sum(self._bytes(bucket) for bucket in buckets if bucket.planned.is_around)
-        inside = [bucket for bucket in buckets if not bucket.planned.is_around]
-        place = {unit: at for at, unit in enumerate(sorted({unit for b in inside for unit in b.planned.units}))}
+        around = sum(self._bytes(bucket) for bucket in buckets if bucket.planned.is_around or bucket.planned.is_lent)
+        inside = [bucket for bucket in buckets if not (bucket.planned.is_around or bucket.planned.is_lent)]
+        place = _places(inside)
         ahead = max(1, self._prefetch)
-        if all(len(bucket.planned.units) == 1 for bucket in inside):
+        if all(len(bucket.planned.turns) == 1 for bucket in inside):
             sizes = [0] * len(place)
             for bucket in inside:
-                sizes[place[bucket.planned.units[0]]] += self._bytes(bucket)
+                sizes[place[bucket.planned.turns[0]]] += self._bytes(bucket)
             return around + largest_run(sizes, 1 + ahead)
         changes = [0] * (len(place) + 1)
         for bucket in inside:
-            first, last = place[min(bucket.planned.units)], place[max(bucket.planned.units)]
+            first, last = place[bucket.planned.turns[0]], place[bucket.planned.turns[-1]]
             changes[first] += self._bytes(bucket)
             changes[min(last + ahead + 1, len(place))] -= self._bytes(bucket)
         return around + max(accumulate(changes))
@@ -201,19 +216,24 @@ class BucketTable:
         Such a bucket is freed by a unit between them, unless it is fetched ahead already for the next one in it.
         """
         inside = [bucket for bucket in buckets if not bucket.planned.is_around]
-        shared = [bucket for bucket in inside if len(bucket.planned.units) > 1]
+        shared = [bucket for bucket in inside if len(bucket.planned.turns) > 1]
         if not shared:
             return 0
-        place = {unit: at for at, unit in enumerate(sorted({unit for b in inside for unit in b.planned.units}))}
+        place = _places(inside)
         ahead = max(1, self._prefetch)
         found = 0
         for bucket in shared:
-            places = sorted(place[unit] for unit in bucket.planned.units)
+            places = [place[turn] for turn in bucket.planned.turns]
             found += self._bytes(bucket) * sum(after - before > ahead for before, after in pairwise(places))
         return found
 
     def _bytes(self, bucket: Bucket) -> int:
         return bucket.whole * (self._precision.norm if bucket.planned.is_norm else self._precision.parameter)
+
+
+def _places(buckets: Sequence[Bucket]) -> dict[int, int]:
+    """Turn -> its place among those of units that have something in these buckets."""
+    return {turn: at for at, turn in enumerate(sorted({turn for one in buckets for turn in one.planned.turns}))}
 
 
 def _fullest(partition: BucketPartition) -> int:

@@ -103,7 +103,7 @@ def most_bytes(state: StateBytes, activations: RankActivations, candidate: Candi
     if candidate.zero_stage == 0 or is_static:
         step += state.gradients * keeps_whole(candidate, is_static=is_static)
     else:
-        step += state.gradient_shards * keeps_shards(candidate)
+        step += _kept_shards(state, candidate)
     parameters = 0 if candidate.offload == "parameters" else state.parameters
     always = parameters + masters + state.optimizer_state * is_here + state.bookkeeping
     return always + round(profile.constant_bytes) + max(backward, step)
@@ -141,7 +141,7 @@ def _after_backward(
     if candidate.zero_stage == 0 or is_static:
         gradients = state.gradients * keeps_whole(candidate, is_static=is_static)
         return {**always, "gradients": gradients, "gradient_shards": 0}
-    return {**always, "gradients": 0, "gradient_shards": state.gradient_shards * keeps_shards(candidate)}
+    return {**always, "gradients": 0, "gradient_shards": _kept_shards(state, candidate)}
 
 
 def keeps_whole(candidate: Candidate, *, is_static: bool) -> bool:
@@ -154,13 +154,19 @@ def keeps_shards(candidate: Candidate) -> bool:
     return not candidate.is_offloaded or candidate.dp_replicate > 1
 
 
+def _kept_shards(state: StateBytes, candidate: Candidate) -> int:
+    """Bytes of reduced gradients that stay on the device until the step."""
+    return state.gradient_shards if keeps_shards(candidate) else state.summed_shards
+
+
 def _gradients(state: StateBytes, candidate: Candidate, *, is_static: bool) -> tuple[int, int, int]:
     """(whole gradients between two backwards, own shards then, the most that is whole during one)."""
     if candidate.zero_stage == 0 or is_static:
         return state.gradients, 0, state.gradients
     reduces_each_time = candidate.zero_stage >= 2 and candidate.grad_reduce == "every_micro_batch"
     if reduces_each_time or (candidate.zero_stage >= 2 and candidate.num_micro_batches == 1):
-        return 0, state.gradient_shards * keeps_shards(candidate), state.two_buckets
+        most = min(state.gradients, state.two_buckets + state.waiting)
+        return state.waiting, _kept_shards(state, candidate), most
     if candidate.num_micro_batches == 1:  # reduced as they come
         return state.gradients, 0, state.six_buckets
     return state.gradients, 0, state.gradients

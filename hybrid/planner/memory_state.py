@@ -6,15 +6,23 @@ of a real run: `memory_buckets.py`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hybrid.contracts.chunk_placement import ChunkPlacement, chunks_on
+from hybrid.contracts.chunk_placement import chunks_on
 from hybrid.contracts.schedule_choice import schedule_placement
+from hybrid.planner.chunk_looks import ChunkLook, ChunkLooks
 from hybrid.planner.job import Candidate, Job
-from hybrid.planner.memory_buckets import EXACT_PARAMETERS, BucketTable, Entry, Planning, largest_run, num_shards
+from hybrid.planner.memory_buckets import (
+    EXACT_PARAMETERS,
+    Bucket,
+    BucketTable,
+    Entry,
+    Planning,
+    largest_run,
+    num_shards,
+)
 from hybrid.planner.model_spec import ModelSpec, ParameterSpec, UnitSpec
 
 __all__ = ["EXACT_PARAMETERS", "StateBytes", "StateTable", "num_shards"]
@@ -37,6 +45,10 @@ class StateBytes:
         gathered: stage 3: the most that is whole at a time.
         gathered_run: stage 3: all of it.
         gathered_again: stage 3: what a forward gathers more than once.
+        borrowed: stage 3: what is gathered of another chunk of the rank, for a tied weight that lies there.
+        waiting: gradient buffers with a weight that another chunk of the rank borrows: none is reduced before both
+            chunks have had their backward.
+        summed_shards: of `gradient_shards` those that are summed over tp ranks or other stages, too.
         bookkeeping: an element that stands for each gradient, step counters.
         own_elements: trained elements of the own shards, padding included.
         unmastered: bytes of own parameters that have no master.
@@ -54,6 +66,9 @@ class StateBytes:
     gathered: int = 0
     gathered_run: int = 0
     gathered_again: int = 0
+    borrowed: int = 0
+    waiting: int = 0
+    summed_shards: int = 0
     bookkeeping: int = 0
     own_elements: int = 0
     unmastered: int = 0
@@ -75,36 +90,14 @@ class StateBytes:
             gathered=max(chunk.gathered for chunk, _ in chunks),
             gathered_run=max(chunk.gathered_run for chunk, _ in chunks),
             gathered_again=sum(chunk.gathered_again * count for chunk, count in chunks),
+            borrowed=sum(chunk.borrowed * count for chunk, count in chunks),
+            waiting=sum(chunk.waiting * count for chunk, count in chunks),
+            summed_shards=sum(chunk.summed_shards * count for chunk, count in chunks),
             bookkeeping=sum(chunk.bookkeeping * count for chunk, count in chunks),
             own_elements=sum(chunk.own_elements * count for chunk, count in chunks),
             unmastered=sum(chunk.unmastered * count for chunk, count in chunks),
             apart=tuple(one for chunk, count in chunks for one in chunk.apart * count),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _ChunkLook:
-    """A chunk, with the tied parameters that it leaves out and those that other ranks hold too.
-
-    `key` is equal for chunks that cost alike.
-    """
-
-    key: int
-    chunk: range
-    skipped: frozenset[tuple[int, int]]
-    shared: frozenset[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Looks:
-    """The different ranks of a pipeline, each with how many chunks of a look it has, and which of them each rank is.
-
-    `chunks` is held so that its id stays its own.
-    """
-
-    chunks: tuple[range, ...]
-    ranks: tuple[tuple[tuple[_ChunkLook, int], ...], ...]
-    places: tuple[int, ...]
 
 
 class StateTable:
@@ -117,9 +110,8 @@ class StateTable:
         self._buckets = BucketTable(job)
         self._known: dict[tuple[object, ...], StateBytes] = {}
         self._ranks: dict[tuple[object, ...], tuple[StateBytes, ...]] = {}
-        self._looks: dict[tuple[int, int, ChunkPlacement], _Looks] = {}
+        self._looks = ChunkLooks(job.model)
         self._plannings: dict[tuple[object, ...], Planning] = {}
-        self._chunk_keys: dict[tuple[object, ...], int] = {}
 
     def of_ranks(self, chunks: tuple[range, ...], candidate: Candidate, shard: int | None) -> tuple[StateBytes, ...]:
         """Bytes on the ranks of each pipeline rank.
@@ -131,7 +123,7 @@ class StateTable:
         cutting = (*_cutting(candidate), shard)
         key = (id(chunks), candidate.pp, schedule_placement(candidate.schedule), cutting)
         if key not in self._ranks:
-            looks = self._looks_of(chunks, candidate)
+            looks = self._looks.of_ranks(chunks, candidate)
             counted = [self._of_rank(rank, candidate, cutting, shard) for rank in looks.ranks]
             self._ranks[key] = tuple(counted[place] for place in looks.places)
         return self._ranks[key]
@@ -142,45 +134,14 @@ class StateTable:
         found: dict[int, StateBytes] = {}
         for pp_rank in range(pp):
             places = chunks_on(pp_rank, pp, len(chunks), placement)
-            skipped, shared = self._tied([chunks[at] for at in places], chunks)
-            for at in places:
-                look = self._chunk_look(chunks[at], skipped, shared, pp)
+            looks = self._looks.of_rank([chunks[at] for at in places], chunks, pp)
+            for at, look in zip(places, looks, strict=True):
                 found[at] = self._of_chunk(look, candidate, (*_cutting(candidate), None), None)
         return tuple(found[at] for at in range(len(chunks)))
 
-    def _looks_of(self, chunks: tuple[range, ...], candidate: Candidate) -> _Looks:
-        """What each pipeline rank holds; ranks that look alike cost alike."""
-        pp, placement = candidate.pp, schedule_placement(candidate.schedule)
-        key = (id(chunks), pp, placement)
-        if key not in self._looks:
-            ranks: dict[tuple[object, ...], tuple[tuple[_ChunkLook, int], ...]] = {}
-            order = []
-            for pp_rank in range(pp):
-                mine = tuple(chunks[at] for at in chunks_on(pp_rank, pp, len(chunks), placement))
-                skipped, shared = self._tied(mine, chunks)
-                held = tuple(self._chunk_look(chunk, skipped, shared, pp) for chunk in mine)
-                alike = tuple(look.key for look in held)
-                if alike not in ranks:
-                    counts = Counter(alike)
-                    ranks[alike] = tuple((look, counts[key]) for key, look in {one.key: one for one in held}.items())
-                order.append(alike)
-            number = {alike: place for place, alike in enumerate(ranks)}
-            self._looks[key] = _Looks(chunks, tuple(ranks.values()), tuple(number[alike] for alike in order))
-        return self._looks[key]
-
-    def _chunk_look(
-        self, chunk: range, skipped: frozenset[tuple[int, int]], shared: frozenset[tuple[int, int]], pp: int
-    ) -> _ChunkLook:
-        looks = self._model.look_indices[chunk.start : chunk.stop]
-        special = tuple(
-            (at - chunk.start, index, (at, index) in skipped) for at, index in (*skipped, *shared) if at in chunk
-        )
-        key = self._chunk_keys.setdefault((looks, special, pp > 1), len(self._chunk_keys))
-        return _ChunkLook(key, chunk, skipped, shared)
-
     def _of_rank(
         self,
-        held: Sequence[tuple[_ChunkLook, int]],
+        held: Sequence[tuple[ChunkLook, int]],
         candidate: Candidate,
         cutting: tuple[object, ...],
         shard: int | None,
@@ -188,36 +149,30 @@ class StateTable:
         return StateBytes.of_chunks([(self._of_chunk(look, candidate, cutting, shard), count) for look, count in held])
 
     def _of_chunk(
-        self, look: _ChunkLook, candidate: Candidate, cutting: tuple[object, ...], shard: int | None
+        self, look: ChunkLook, candidate: Candidate, cutting: tuple[object, ...], shard: int | None
     ) -> StateBytes:
         key = (look.key, cutting)
         if key not in self._known:
-            is_split = candidate.zero_stage == 3
-            place = (look.key, *_dividing(candidate), is_split)
-            planning = self._plannings.get(place)
-            if planning is None:
-                entries = list(self._entries(look.chunk, look.skipped, look.shared, candidate))
-                planning = self._plannings[place] = self._buckets.plan(entries, is_split=is_split)
-            self._known[key] = self._count(planning, candidate, shard)
+            lent = [
+                bucket
+                for lender in look.lenders
+                for planned in self._planning(lender, candidate).of_all
+                if planned.is_lent
+                for bucket in self._buckets.cut([planned], candidate, shard)
+            ]
+            self._known[key] = self._count(self._planning(look, candidate), candidate, shard, lent)
         return self._known[key]
 
-    # -- which parameters --------------------------------------------------------------------------------
+    def _planning(self, look: ChunkLook, candidate: Candidate) -> Planning:
+        is_split = candidate.zero_stage == 3
+        place = (look.key, *_dividing(candidate), is_split)
+        planning = self._plannings.get(place)
+        if planning is None:
+            entries = list(self._entries(look, candidate))
+            planning = self._plannings[place] = self._buckets.plan(entries, is_split=is_split)
+        return planning
 
-    @cached_property
-    def _ties(self) -> Mapping[tuple[int, int], tuple[tuple[int, int], ...]]:
-        """(unit, parameter) of an owner -> all that hold the same parameter, the owner first."""
-        places = {
-            f"{unit.name}.{parameter.name}": (at, index)
-            for at, unit in enumerate(self._model.units)
-            for index, parameter in enumerate(unit.parameters)
-        }
-        ties: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for at, unit in enumerate(self._model.units):
-            for index, parameter in enumerate(unit.parameters):
-                owner = places.get(parameter.tied_to or "")
-                if owner is not None:
-                    ties.setdefault(owner, [owner]).append((at, index))
-        return {owner: tuple(sorted(holders)) for owner, holders in ties.items()}
+    # -- which parameters --------------------------------------------------------------------------------
 
     @cached_property
     def _around_blocks(self) -> frozenset[str]:
@@ -231,61 +186,55 @@ class StateTable:
         prefixes = (".".join(path[:length]) for length in range(1, len(path)))
         return next((prefix for prefix in prefixes if prefix not in self._around_blocks), "")
 
-    def _tied(
-        self, mine: Sequence[range], chunks: Sequence[range]
-    ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
-        """Of the tied parameters of a rank: those that it holds at another place already, those that others hold."""
-        skipped: set[tuple[int, int]] = set()
-        shared: set[tuple[int, int]] = set()
-        for holders in self._ties.values():
-            here = [place for place in holders if any(place[0] in chunk for chunk in mine)]
-            skipped.update(here[1:])
-            if here and len(here) < len(holders):
-                shared.add(here[0])
-        return frozenset(skipped), frozenset(shared)
+    def _entries(self, look: ChunkLook, candidate: Candidate) -> Iterable[Entry]:
+        """In the order of registration: buckets are laid out in it."""
+        units = self._model.units
+        # Without a pipeline what lies between blocks forms one unit; with one, every layer is a unit.
+        is_cut = candidate.pp > 1
+        turns: dict[tuple[int, str], int] = {}
+        for at in look.chunk:
+            for parameter in units[at].parameters:
+                turns.setdefault(self._owner(at, parameter, is_cut=is_cut), len(turns))
+        place, before = -1, None
+        for at, index in self._model.registered(look.chunk):
+            unit, parameter = units[at], units[at].parameters[index]
+            owner = self._owner(at, parameter, is_cut=is_cut)
+            is_around = not is_cut and unit.kind != "block"
+            here = None if is_around else owner
+            place += place < 0 or here != before
+            before = here
+            if (at, index) in look.borrowed:
+                continue
+            tp_ranks = _tp_ranks(unit, parameter, candidate)
+            is_norm = parameter.is_norm and self._precision.norm > 0
+            key = (at, index) if (at, index) in look.shared else _key(parameter, candidate, tp_ranks)
+            yield Entry(
+                place,
+                turns[owner],
+                is_around,
+                parameter.local_elements(candidate.tp, ep=candidate.ep),
+                (*key, is_norm),
+                parameter.is_expert and candidate.ep > 1,
+                parameter.trainable,
+                tp_ranks,
+                is_norm,
+                (at, index) in look.lent,
+                tp_ranks > 1 or (at, index) in look.shared,
+            )
 
-    def _entries(
-        self,
-        chunk: range,
-        skipped: frozenset[tuple[int, int]],
-        shared: frozenset[tuple[int, int]],
-        candidate: Candidate,
-    ) -> Iterable[Entry]:
-        place, was_around = -1, False
-        for at in chunk:
-            unit = self._model.units[at]
-            # Without a pipeline what lies between blocks forms one unit; with one, every layer is a unit.
-            is_around = candidate.pp == 1 and unit.kind != "block"
-            if not (is_around and was_around):
-                place += 1
-            was_around = is_around
-            layer = ""
-            for index, parameter in enumerate(unit.parameters):
-                if candidate.pp > 1 and unit.kind != "block":
-                    before, layer = layer, self._layer_of(parameter.name)
-                    place += before not in {"", layer}
-                if (at, index) in skipped:
-                    continue
-                tp_ranks = _tp_ranks(unit, parameter, candidate)
-                is_norm = parameter.is_norm and self._precision.norm > 0
-                key = (at, index) if (at, index) in shared else _key(parameter, candidate, tp_ranks)
-                yield Entry(
-                    place,
-                    is_around,
-                    parameter.local_elements(candidate.tp, ep=candidate.ep),
-                    (*key, is_norm),
-                    parameter.is_expert and candidate.ep > 1,
-                    parameter.trainable,
-                    tp_ranks,
-                    is_norm,
-                )
+    def _owner(self, at: int, parameter: ParameterSpec, *, is_cut: bool) -> tuple[int, str]:
+        """What is gathered and freed as a whole: a unit of the model, or a layer of one where a pipeline has cut it."""
+        is_taken_apart = is_cut and self._model.units[at].kind != "block"
+        return at, self._layer_of(parameter.name) if is_taken_apart else ""
 
     # -- bytes --------------------------------------------------------------------------------------------
 
-    def _count(self, planning: Planning, candidate: Candidate, shard: int | None) -> StateBytes:
+    def _count(
+        self, planning: Planning, candidate: Candidate, shard: int | None, borrowed: Sequence[Bucket]
+    ) -> StateBytes:
         precision, optimizer = self._precision, self._optimizer
         buckets = self._buckets.cut(planning.trained, candidate, shard)
-        own = owned = slices = parameters = shards = masters = stands = unmastered = 0
+        own = owned = slices = parameters = shards = masters = stands = unmastered = waiting = summed = 0
         gradients: list[int] = []
         apart = []
         plain, norm = self._widths(False), self._widths(True)
@@ -297,14 +246,18 @@ class StateTable:
             slices += bucket.slices
             parameters += bucket.whole * width
             gradients.append(bucket.whole * gradient)
+            if planned.is_lent:
+                waiting += bucket.whole * gradient
             shards += part * gradient
+            if planned.is_summed:
+                summed += part * gradient
             masters += part * master
             unmastered += 0 if master else part * width
             stands += len(planned.sizes) * width
             if planned.tp_ranks > 1 or planned.is_norm:
                 apart.append(((planned.tp_ranks, planned.is_norm), part))
         parameters += planning.frozen_elements * precision.parameter
-        gathered = gathered_run = gathered_again = 0
+        gathered = gathered_run = gathered_again = lent = 0
         if candidate.zero_stage == 3:
             frozen_buckets = self._buckets.cut(planning.frozen, candidate, shard)
             everything = [*buckets, *frozen_buckets]
@@ -314,9 +267,12 @@ class StateTable:
             parameters = sum(
                 (b.own if b.num_shards > 1 else b.whole) * self._widths(b.planned.is_norm)[0] for b in everything
             )
-            gathered = self._buckets.most_gathered(cut)
-            gathered_again = self._buckets.gathered_again(cut)
-            gathered_run = sum(bucket.whole * self._widths(bucket.planned.is_norm)[0] for bucket in cut)
+            # What is borrowed is gathered by a forward, and stays whole to the end of the backward.
+            is_cut = any(b.num_shards > 1 for b in borrowed) or candidate.offload == "parameters"
+            lent = is_cut * sum(bucket.whole * self._widths(bucket.planned.is_norm)[0] for bucket in borrowed)
+            gathered = self._buckets.most_gathered(cut) + lent
+            gathered_again = self._buckets.gathered_again(cut) + lent
+            gathered_run = sum(bucket.whole * self._widths(bucket.planned.is_norm)[0] for bucket in cut) + lent
         counters = 4 * slices if optimizer.name in _COUNTING else 0
         return StateBytes(
             parameters=parameters,
@@ -329,6 +285,9 @@ class StateTable:
             gathered=gathered,
             gathered_run=gathered_run,
             gathered_again=gathered_again,
+            borrowed=lent,
+            waiting=waiting,
+            summed_shards=summed,
             bookkeeping=stands + counters,
             own_elements=own,
             unmastered=unmastered,

@@ -7,7 +7,7 @@ forms) or `planner/measure.py` (a live module on fake tensors).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -214,7 +214,7 @@ class UnitSpec:
     Args:
         name: of the module (`model.layers.3`).
         kind: an embedding, one of the repeated blocks, the head (final norm, projection to logits, loss), other.
-        parameters: in registration order.
+        parameters: in registration order; outside the blocks layer by layer, in the order of their calls.
         matmuls, attentions: its work; attention is beside the products of its projections.
         activations: (recompute, is_flash) -> what it saves. All four policies, with and without a fused attention
             kernel that does not store the scores.
@@ -297,6 +297,8 @@ class ModelSpec:
         num_cut_layers: that a pipeline of a live model can be cut into; 0: as many as units.
         tensor_refusal, sequence_refusal: why the runtime cuts it for no tp, and why not along the sequence
             (`contracts/tensor_rules.py`); empty where it does.
+        before_blocks: names of the parameters outside the blocks that are registered before them, in that order; empty
+            where parameters are registered as the units stand.
         source: where the figures come from: `preset llama3-70b`, `config.json of …`, `measured: MyModel`.
         notes: what the figures leave out.
     """
@@ -315,6 +317,7 @@ class ModelSpec:
     num_cut_layers: int = 0
     tensor_refusal: str = ""
     sequence_refusal: str = ""
+    before_blocks: tuple[str, ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
 
@@ -333,6 +336,17 @@ class ModelSpec:
     def step_flops_per_token(self, seq: int) -> float:
         """Forward and backward without recompute: three times the forward, the whole attention square counted."""
         return 3.0 * self.forward_flops_per_token(seq)
+
+    def registered(self, units: Iterable[int]) -> list[tuple[int, int]]:
+        """(unit, parameter) of what these units have, in the order in which the model registers it."""
+        places = [(at, index) for at in units for index in range(len(self.units[at].parameters))]
+        early = {name: place for place, name in enumerate(self.before_blocks)}
+
+        def place(one: tuple[int, int]) -> int:
+            unit = self.units[one[0]]
+            return len(early) if unit.kind == "block" else early.get(unit.parameters[one[1]].name, len(early))
+
+        return sorted(places, key=place) if early else places
 
     @cached_property
     def look_indices(self) -> tuple[int, ...]:

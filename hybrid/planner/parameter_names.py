@@ -14,7 +14,10 @@ class Family:
 
     Args:
         blocks: name of a block; `{}` is its number.
-        embedding, block, head: roles in the order of registration; those that a model lacks are passed over.
+        embedding, block, head: roles in the order of registration, of layers outside the blocks in that of their calls;
+            those that a model lacks are passed over.
+        before_blocks: roles of embedding and head that are registered before the blocks, in that order; empty where
+            these are the embedding's as they stand.
         is_transposed: its linear layers hold (in, out), as GPT-2's Conv1D.
         gathered: layers with fused weights that the model's own plan cuts without their parts in mind: each rank
             gathers what they give and takes its part of it again before the row layer. No sequence parallel there.
@@ -25,6 +28,7 @@ class Family:
     embedding: Mapping[str, str]
     block: Mapping[str, str]
     head: Mapping[str, str]
+    before_blocks: tuple[str, ...] = ()
     is_transposed: bool = False
     gathered: tuple[str, ...] = ()
     extra_positions: int = 0
@@ -127,10 +131,11 @@ FAMILIES: Mapping[str, Family] = {
             "norm2": "final_layer_norm",
         },
         head={
-            "project_out": "model.decoder.project_out",
             "final_norm": "model.decoder.final_layer_norm",
+            "project_out": "model.decoder.project_out",
             "head": "lm_head",
         },
+        before_blocks=("token", "position", "project_out", "project_in", "final_norm"),
         extra_positions=2,
     ),
     "bert": Family(

@@ -11,8 +11,9 @@ order lets s - r + 1 others follow it, so the cycle of these ranks is
     (sum over r..s of forward and backward + twice the transfers between them) / (s - r + 1)
 
 of which r = s, the slowest rank by itself, is the longest where transfers are short. Under zb-h1 backward is I there,
-and the cycle has the W of rank r besides, which stands between two of its micro-batches. A test compares with the whole
-schedule.
+and the cycle has the W of rank r besides, which stands between two of its micro-batches. What a whole backward does
+when it has sent the gradient for the stage before is on no micro-batch's way but that of rank r, whose order it is in.
+A test compares with the whole schedule.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from operator import add
 
 from hybrid.contracts.chunk_placement import ChunkPlacement, chunks_on
 from hybrid.contracts.schedule_choice import schedule_placement
@@ -42,8 +44,8 @@ class PipelineSeconds:
     busy_seconds: tuple[float, ...]
 
 
-# (rank, chunk, kind as in `Step`, index of the action of another chunk that it reads or -1, cut that this crosses), in
-# an order in which all that each reads comes before it.
+# (rank, chunk, kind as in `Step`, index of the action of another chunk that it reads or -1, the way of that message: a
+# number for each cut back, then for each forth), in an order in which all that each reads comes before it.
 _Program = tuple[tuple[int, int, int, int, int], ...]
 
 
@@ -57,12 +59,14 @@ def pipeline_seconds(
     backward_seconds: Sequence[float],
     transfer_seconds: Sequence[float],
     weight_seconds: Sequence[float] = (),
+    later_seconds: Sequence[float] = (),
 ) -> PipelineSeconds:
     """Costs per chunk, transfers per cut between chunks.
 
     Args:
         backward_seconds: of a whole backward, or of its half I where the schedule splits it.
         weight_seconds: of W there.
+        later_seconds: of a whole backward, what follows when the gradient for the chunk before has been sent.
     """
     p, m, v = num_stages, num_micro_batches, virtual_stages
     weights = weight_seconds or (0.0,) * (p * v)
@@ -79,7 +83,10 @@ def pipeline_seconds(
         return PipelineSeconds(end_seconds=busy, busy_seconds=busy)
     if placement is ChunkPlacement.V:  # where it turns nothing is sent
         transfer_seconds = [0.0 if cut % p == p - 1 else one for cut, one in enumerate(transfer_seconds)]
-    costs = forward_seconds, backward_seconds, weights, transfer_seconds
+    back_seconds = transfer_seconds
+    if later_seconds and not weight_seconds:
+        back_seconds = [one - later for one, later in zip(transfer_seconds, later_seconds[1:], strict=True)]
+    costs = forward_seconds, backward_seconds, weights, transfer_seconds, back_seconds
     played = m if m <= _PLAYED_TURNS * p else _PLAYED_TURNS * p
     ends = _play(_program(name, p, played, v), p, *costs)
     if played < m:
@@ -99,7 +106,11 @@ def pipeline_seconds(
 
 
 def _period(
-    forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], transfer: Sequence[float]
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weights: Sequence[float],
+    transfer: Sequence[float],
+    back: Sequence[float],
 ) -> float:
     """The longest cycle of 1f1b or zb-h1 per micro-batch."""
     work = [a + b for a, b in zip(forward, backward, strict=True)]
@@ -107,7 +118,7 @@ def _period(
     if not any(transfer):
         return longest
     sums = [0.0, *accumulate(work)]
-    ways = [0.0, *accumulate(2 * seconds for seconds in transfer)]
+    ways = [0.0, *accumulate(map(add, transfer, back))]
     size = len(work)
     for first in range(size):
         for last in range(first + 1, size):
@@ -119,7 +130,7 @@ def _period(
 @lru_cache(maxsize=512)
 def _program(name: str, p: int, m: int, v: int) -> _Program:
     # That a backward comes behind its own forward, and W behind I, follows from the order of its rank.
-    places = m * p * v
+    places, num_cuts = m * p * v, p * v - 1
     orders = rank_orders(name, p, m, v)
     placed = [chunks_on(rank, p, p * v, schedule_placement(name)) for rank in range(p)]
     index = [-1] * (2 * places)
@@ -131,17 +142,17 @@ def _program(name: str, p: int, m: int, v: int) -> _Program:
         for rank, order in enumerate(orders):
             own_chunks = placed[rank]
             for turn, kind, micro_batch in order[reached[rank] :]:
-                chunk, source, cut = own_chunks[turn], -1, 0
+                chunk, source, way = own_chunks[turn], -1, 0
                 if kind != WEIGHTS:
                     own = chunk * m + micro_batch + (0 if kind else places)
                     if kind and chunk > 0:
-                        source, cut = index[own - m], chunk - 1
+                        source, way = index[own - m], chunk - 1 + num_cuts
                     elif not kind and chunk < p * v - 1:
-                        source, cut = index[own + m], chunk
+                        source, way = index[own + m], chunk
                     if source < 0 and chunk != (0 if kind else p * v - 1):
                         break
                     index[own] = len(steps)
-                steps.append((rank, chunk, kind, source, cut))
+                steps.append((rank, chunk, kind, source, way))
                 reached[rank] += 1
                 has_moved = True
     return tuple(steps)
@@ -154,16 +165,17 @@ def _play(
     backward: Sequence[float],
     weights: Sequence[float],
     transfer: Sequence[float],
+    back: Sequence[float],
 ) -> list[float]:
-    """When each rank ends."""
-    costs = backward, forward, weights
+    """When each rank ends; `back`: from the end of a backward to the arrival of its input's gradient."""
+    costs, ways = (backward, forward, weights), (*back, *transfer)
     free = [0.0] * p
     ends: list[float] = []
     append = ends.append
-    for rank, chunk, kind, source, cut in program:
+    for rank, chunk, kind, source, way in program:
         start = free[rank]
         if source >= 0:
-            arrival = ends[source] + transfer[cut]
+            arrival = ends[source] + ways[way]
             if arrival > start:
                 start = arrival
         end = start + costs[kind][chunk]

@@ -60,6 +60,8 @@ class Software:
         unit_messages: in which a unit of stage 3 travels; 0: the buckets into which the runtime lays it.
         contention: how much longer compute takes while a collective runs beside it.
         pp_exposed_fraction: of a transfer between stages during which both ranks wait.
+        is_gradient_first: 1 where a stage sends the gradient of its input before it computes the products of weight
+            gradients that can wait, 0 where it sends it behind the whole backward.
         is_scatter_gather: 1 where tp ranks send 1/tp of a boundary each and gather it (Megatron-LM without sp).
         collective_seconds: host and synchronising time per collective, beside its own latency.
         collective_fraction: of the speed that `collectives.py` gives.
@@ -102,6 +104,7 @@ class Software:
     unit_messages: float = 0.0
     contention: float = 1.1
     pp_exposed_fraction: float = 0.0
+    is_gradient_first: float = 0.0
     is_scatter_gather: float = 0.0
     collective_seconds: float = 0.0
     collective_fraction: float = 1.0

@@ -15,7 +15,12 @@ from hybrid.planner.blocks import add_block
 from hybrid.planner.ends import add_embedding, add_head
 from hybrid.planner.model_spec import ModelSpec, ParameterSpec, UnitKind, UnitSpec
 from hybrid.planner.parameter_names import FAMILIES
-from hybrid.planner.transformer_parameters import block_parameters, embedding_parameters, head_parameters
+from hybrid.planner.transformer_parameters import (
+    before_blocks,
+    block_parameters,
+    embedding_parameters,
+    head_parameters,
+)
 from hybrid.planner.unit_ledger import Ledger
 
 __all__ = ["deepseek_spec", "gpt_spec", "llama_spec", "moe_spec", "transformer_spec"]
@@ -158,6 +163,7 @@ def transformer_spec(arch: Architecture, *, source: str = "dimensions", notes: t
         default_seq=arch.default_seq,
         num_experts=arch.experts.num if arch.experts is not None else 0,
         sequence_refusal=FAMILIES[arch.family].sequence_refusal,
+        before_blocks=before_blocks(arch),
         source=source,
         notes=notes,
     )

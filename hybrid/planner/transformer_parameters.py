@@ -8,7 +8,7 @@ from hybrid.planner.architecture import Architecture
 from hybrid.planner.model_spec import ParameterSpec
 from hybrid.planner.parameter_names import FAMILIES, Family
 
-__all__ = ["block_parameters", "embedding_parameters", "head_parameters"]
+__all__ = ["before_blocks", "block_parameters", "embedding_parameters", "head_parameters"]
 
 _Made = Iterator[ParameterSpec]
 
@@ -28,6 +28,15 @@ def head_parameters(arch: Architecture) -> tuple[ParameterSpec, ...]:
     """Named as the whole model names them; with the token table where it is the head's weight."""
     family = FAMILIES[arch.family]
     return tuple(_of(family.head, lambda role, name: _of_head(arch, family, role, name)))
+
+
+def before_blocks(arch: Architecture) -> tuple[str, ...]:
+    """Names of what is registered before the blocks, where that is not the embedding as it stands."""
+    family = FAMILIES[arch.family]
+    names = {**family.embedding, **family.head}
+    made = [*embedding_parameters(arch), *head_parameters(arch)]
+    early = [one.name for role in family.before_blocks for one in made if one.name.startswith(f"{names[role]}.")]
+    return tuple(early)
 
 
 def _of(names: Mapping[str, str], make: Callable[[str, str], _Made]) -> _Made:

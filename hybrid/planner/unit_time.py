@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybrid.contracts.cluster import DeviceKind, GroupLinks
@@ -13,6 +14,9 @@ from hybrid.planner.software import Software
 from hybrid.planner.tensor_traffic import tensor_messages
 
 __all__ = ["PhaseSeconds", "UnitSeconds", "UnitSetting", "recomputing", "unit_time"]
+
+# As in `sharding/gradient_sink.py`: smaller weights get their gradient from autograd, at once.
+_LEAST_ELEMENTS = 2**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +41,14 @@ class UnitSeconds:
     """Args:
     recompute: runs before the backward, all of it, its communication included.
     weights: of the backward, what a schedule that splits it leaves to W.
+    later: of a whole backward, what follows when the gradient of the input is there.
     """
 
     forward: PhaseSeconds
     backward: PhaseSeconds
     recompute: float = 0.0
     weights: float = 0.0
+    later: float = 0.0
 
     @property
     def backward_total(self) -> float:
@@ -63,6 +69,7 @@ class UnitSetting:
         tp, cp, ep: ranks.
         sequence_parallel, recompute, is_flash: as in the candidate and the job.
         is_split: the schedule runs the products of weight gradients apart from the rest of a backward.
+        is_gradient_first: products of weight gradients may wait until the gradient of the input is there.
         tp_links, cp_links, ep_links: of the groups; None for one rank.
     """
 
@@ -81,6 +88,7 @@ class UnitSetting:
     recompute: Recompute = "none"
     is_flash: bool = True
     is_split: bool = False
+    is_gradient_first: bool = False
     tp_links: GroupLinks | None = None
     cp_links: GroupLinks | None = None
     ep_links: GroupLinks | None = None
@@ -105,7 +113,11 @@ def unit_time(unit: UnitSpec, setting: UnitSetting) -> UnitSeconds:
     backward = _phase(unit, setting, sum(of_weight + of_input for _, of_weight, of_input in products), is_backward=True)
     put_off = zip(unit.matmuls, products, strict=True)
     weights = sum(of_weight for matmul, (_, of_weight, _) in put_off if matmul.is_put_off)
-    return recomputing(unit, UnitSeconds(forward=forward, backward=backward, weights=weights), setting)
+    later = 0.0
+    if setting.is_gradient_first:
+        waits = _waiting(unit, setting)
+        later = sum(of_weight for (_, of_weight, _), is_late in zip(products, waits, strict=True) if is_late)
+    return recomputing(unit, UnitSeconds(forward=forward, backward=backward, weights=weights, later=later), setting)
 
 
 def recomputing(unit: UnitSpec, plain: UnitSeconds, setting: UnitSetting) -> UnitSeconds:
@@ -123,7 +135,24 @@ def recomputing(unit: UnitSpec, plain: UnitSeconds, setting: UnitSetting) -> Uni
             recompute = forward.attention
         case _:
             recompute = 0.0
-    return UnitSeconds(forward=forward, backward=backward, recompute=recompute, weights=plain.weights)
+    # What is computed again would be held as long as all that waits.
+    later = plain.later if recompute == 0.0 else 0.0
+    return UnitSeconds(forward=forward, backward=backward, recompute=recompute, weights=plain.weights, later=later)
+
+
+def _waiting(unit: UnitSpec, setting: UnitSetting) -> Iterator[bool]:
+    """Of each product, whether that of its weight's gradient may wait: if it hides no message, and the weight is large.
+
+    A column layer hides the sum of its input's gradient where that is summed for it alone; for several in a row, such
+    as queries, keys and values, it is summed once, behind all of them.
+    """
+    for place, matmul in enumerate(unit.matmuls):
+        beside = unit.matmuls[max(0, place - 1) : place + 2]
+        is_alone = sum(one.cut == "column" for one in beside) == 1
+        hides = setting.tp > 1 and matmul.cut == "column" and is_alone
+        parts = 1 if matmul.cut == "none" else setting.tp
+        is_large = matmul.in_features * matmul.out_features >= _LEAST_ELEMENTS * parts
+        yield matmul.is_put_off and is_large and not hides
 
 
 def _phase(unit: UnitSpec, setting: UnitSetting, compute: float, *, is_backward: bool) -> PhaseSeconds:

@@ -212,6 +212,29 @@ def test_pipelines() -> None:
     assert uneven.stage_seconds[0] == max(uneven.stage_seconds)
 
 
+def test_the_gradient_for_the_stage_before_leaves_first_where_the_runtime_sends_it_so() -> None:
+    """`docs/pipeline.md#the-inputs-gradient-first`: not for accumulators of another type, recomputed blocks, and stages
+    of ZeRO that hold two gradients at a time; under tensor parallel without layers that hide a message."""
+    fp32 = Precision(compute="fp32", parameter=4, gradient=4, reduce=4, master=0, activation=4)
+    here, there = (replace(software_of("hybrid"), is_gradient_first=flag) for flag in (1.0, 0.0))
+
+    def gain(candidate: Candidate, precision: Precision = fp32) -> float:
+        job = _job("gpt3-1.3b", batch=64, seq=2048, precision=precision)
+        first, behind = (step_time(replace(job, software=one), candidate).total_seconds for one in (here, there))
+        return 1 - first / behind
+
+    plain = Candidate(pp=4, dp_shard=8, num_micro_batches=8)
+    assert 0.03 < gain(plain) < 0.12
+    assert gain(plain, Precision()) == 0
+    assert gain(replace(plain, schedule="zb-h1")) == 0
+    assert gain(Candidate(dp_shard=32, num_micro_batches=2)) == 0
+    assert 0 <= gain(replace(plain, recompute="full")) < 0.02, "the head's products alone may wait"
+    assert gain(replace(plain, zero_stage=2, grad_reduce="every_micro_batch")) == 0
+    assert gain(replace(plain, zero_stage=2, grad_reduce="last_micro_batch")) > 0.03
+    cut = Candidate(tp=2, pp=4, dp_shard=4, num_micro_batches=16)
+    assert 0.01 < gain(cut) < gain(replace(cut, tp=1, num_micro_batches=16))
+
+
 def test_experts() -> None:
     """Experts spread over ranks send rows to each other, twice forward and twice backward; what they hold is reduced
     over fewer ranks."""

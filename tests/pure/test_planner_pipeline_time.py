@@ -19,22 +19,33 @@ NAMES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb
 
 
 def _both(
-    name: str, p: int, m: int, v: int, forward: list[float], backward: list[float], transfer: list[float]
+    name: str,
+    p: int,
+    m: int,
+    v: int,
+    forward: list[float],
+    backward: list[float],
+    transfer: list[float],
+    *,
+    is_gradient_first: bool = False,
 ) -> tuple[list[float], list[float]]:
     """When each rank ends: the fast way, and by playing every action of `contracts/schedule.py`.
 
-    Of a split backward W takes a third on the first chunk, less on each one after it.
+    Of a split backward W takes a third on the first chunk, less on each one after it; as much of a whole one follows
+    when the input's gradient has been sent, where that leaves first.
     """
+    later = [seconds / (3 + place) * is_gradient_first for place, seconds in enumerate(backward)]
     weights = [seconds / (3 + place) for place, seconds in enumerate(backward)] if name in SPLIT else []
     halves = [whole - later for whole, later in zip(backward, weights, strict=True)] if weights else backward
     fast = pipeline_seconds(
         name, num_stages=p, num_micro_batches=m, virtual_stages=v,
         forward_seconds=forward, backward_seconds=halves, weight_seconds=weights, transfer_seconds=transfer,
+        later_seconds=later,
     )  # fmt: skip
     schedule = make_schedule(name, num_stages=p, num_micro_batches=m, virtual_stages=v)
     whole = time_schedule(
         schedule, forward_seconds=forward, backward_seconds=backward, weight_seconds=weights or None,
-        transfer_seconds=transfer or 0.0,
+        transfer_seconds=transfer or 0.0, later_seconds=later,
     )  # fmt: skip
     assert list(fast.busy_seconds) == pytest.approx(list(whole.busy_seconds))
     return list(fast.end_seconds), [order[-1].end_seconds for order in whole.timed]
@@ -48,8 +59,9 @@ def test_short_schedules_are_played_whole(name: str, v: int) -> None:
         for m in (p, 2 * p, 3 * p) if name not in SPLIT else (1, p, 3 * p):
             forward, backward = ([random.uniform(0.1, 2) for _ in range(p * v)] for _ in range(2))
             transfer = [random.uniform(0, 1) for _ in range(p * v - 1)]
-            fast, whole = _both(name, p, m, v, forward, backward, transfer)
-            assert fast == pytest.approx(whole), (p, m)
+            for is_first in (False, True):
+                fast, whole = _both(name, p, m, v, forward, backward, transfer, is_gradient_first=is_first)
+                assert fast == pytest.approx(whole), (p, m)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 37), (3, 1, 64), (4, 1, 50), (8, 1, 64), (4, 2, 48), (8, 2, 64)])
@@ -67,9 +79,12 @@ def _prolong(name: str, p: int, v: int, m: int, spread: float) -> None:
     forward = [1 + spread * random.random() for _ in range(p * v)]
     backward = [2 + 2 * spread * random.random() for _ in range(p * v)]
     for seconds in (0.0, 0.02, 0.3):
-        fast, whole = _both(name, p, m, v, forward, backward, [seconds] * (p * v - 1))
-        is_exact = seconds == 0.0 and (v == 1 or spread == 0.0) and name not in SPLIT
-        assert fast == pytest.approx(whole, rel=1e-9 if is_exact else 0.02), seconds
+        for is_first in (False, True):
+            fast, whole = _both(
+                name, p, m, v, forward, backward, [seconds] * (p * v - 1), is_gradient_first=is_first
+            )  # fmt: skip
+            is_exact = seconds == 0.0 and (v == 1 or spread == 0.0) and name not in SPLIT and not is_first
+            assert fast == pytest.approx(whole, rel=1e-9 if is_exact else 0.02), seconds
 
 
 def test_gpipe_waits_for_each_phase() -> None:

@@ -122,6 +122,25 @@ def test_uneven_chunks_and_transfers_by_hand() -> None:
     assert timeline.bubble_fraction == pytest.approx(14 / 32)
 
 
+def test_a_gradient_that_leaves_before_the_backward_ends_by_hand() -> None:
+    """Of the second stage's backward of three, one second computes gradients of weights that nobody waits for."""
+    timeline = time_schedule(
+        make_schedule("1f1b", num_stages=2, num_micro_batches=2),
+        forward_seconds=1,
+        backward_seconds=[2, 3],
+        transfer_seconds=0.5,
+        later_seconds=[1, 1],
+    )
+    assert [[(str(t.action), t.start_seconds, t.end_seconds) for t in order] for order in timeline.timed] == [
+        [("F0.0", 0, 1), ("F0.1", 1, 2), ("B0.0", 5, 7), ("B0.1", 9, 11)],
+        [("F1.0", 1.5, 2.5), ("B1.0", 2.5, 5.5), ("F1.1", 5.5, 6.5), ("B1.1", 6.5, 9.5)],
+    ]
+    assert timeline.busy_seconds == (6, 8)
+    assert [str(timed.action) for timed in timeline.critical_path] == ["F0.0", "F1.0", "B1.0", "F1.1", "B1.1", "B0.1"]
+    with pytest.raises(StrategyError, match="later_seconds is more than backward_seconds"):
+        time_schedule(timeline.schedule, forward_seconds=1, backward_seconds=1, later_seconds=2)
+
+
 def test_transfers_may_differ_by_cut() -> None:
     made_ = make_schedule("gpipe", num_stages=3, num_micro_batches=1)
     costs = {"forward_seconds": 1.0, "backward_seconds": 1.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,30 @@ def test_what_cannot_be_run_dry_is_refused_by_name(case: str) -> None:
     with pytest.raises(kind, match=words):
         call()
     assert not hybrid.is_initialized()
+
+
+@pytest.mark.parametrize("amp", [{}, {"amp": True, "amp_configs": {"level": "O1"}}], ids=["fp32", "autocast"])
+def test_a_mixture_of_experts_runs_in_fp32(amp: dict[str, Any]) -> None:
+    """Torch works out the shapes of grouped products in bfloat16 only, and of a backward's there are other ones."""
+    config = {
+        **{"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 64, "num_local_experts": 4},
+    }
+    (one,) = hybrid.dryrun(make_strategy(micro_batch_size=1, **amp), config, world_size=8, seq=8).ranks
+    assert one.bytes_by_point["after_step"]["optimizer_state"] > 0
+    assert one.differences == ()
+    assert len(one.comparison) >= 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[1, 2]", "got list"), ("{", "cannot be read as JSON"), ('{"hidden_size": 32}', "has no model_type")],
+)
+def test_a_file_without_a_configuration_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "lab.json"
+    file.write_text(text)
+    with pytest.raises(PlanError, match=f"lab.*{words}"):
+        hybrid.dryrun(make_strategy(), str(file), world_size=8)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

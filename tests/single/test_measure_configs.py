@@ -109,9 +109,9 @@ def test_a_configuration_gives_the_parameters_that_the_model_has(family: str) ->
     model = build(family)
     assert parameters_of(spec) == {name: tuple(one.shape) for name, one in model.named_parameters()}
     assert spec.num_parameters == sum(one.numel() for one in model.parameters())
-    blocks = [unit.name for unit in spec.blocks]
-    order = [name for name, _ in model.named_parameters() if any(name.startswith(f"{block}.") for block in blocks)]
-    assert [f"{unit.name}.{one.name}" for unit in spec.blocks for one in unit.parameters] == order
+    held = [(spec.units[at], spec.units[at].parameters[index]) for at, index in spec.registered(range(len(spec.units)))]
+    order = [f"{unit.name}.{one.name}" if unit.kind == "block" else one.name for unit, one in held if not one.tied_to]
+    assert order == [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,12 @@ def test_what_a_configuration_leaves_out_is_told_and_what_is_absurd_refused() ->
     assert "quantization_config (fp8) does not count" in ignored
     with pytest.raises(PlanError, match="num_hidden_layers = 1000000: expected at most 10,000"):
         spec_of({**given, "num_hidden_layers": 10**6})
+    with pytest.raises(PlanError, match=r"has no model_type, which says what kind .* add it \(bert, .*config\.json"):
+        spec_of({"hidden_size": 64})
+    with pytest.raises(
+        PlanError, match=r"'albert' is not among those .* give package\.module:factory.*did you mean bert"
+    ):
+        spec_of({**given, "model_type": "albert"})
 
 
 # -- large layouts: what the planner says of a rank, and what that rank does -------------------------------------------
@@ -180,6 +186,9 @@ _WALKED: dict[str, dict[str, Any]] = {
 _WALKED["opt"] = {
     **{"model_type": "opt", "hidden_size": 256, "num_hidden_layers": 7, "num_attention_heads": 8, "ffn_dim": 704},
     **{"word_embed_proj_dim": 128, "max_position_embeddings": 128, "vocab_size": 4099},
+}
+_ODD: dict[str, dict[str, Any]] = {
+    "short opt": {**_WALKED["opt"], "num_hidden_layers": 3, "tie_word_embeddings": False, "vocab_size": 4096}
 }
 _WORLD_SIZE = 16_384
 _PRECISE: dict[str, Any] = {"amp": True, "amp_configs": {"dtype": "bfloat16", "level": "O2"}}
@@ -225,6 +234,26 @@ _WALK: dict[str, tuple[str, dict[str, Any]]] = {
         {**_layout(3, 1, 4, share=64, schedule="zb-h1"), **_PRECISE},
     ),
     "stage 1 x zero bubble in a V, tied on one stage": ("gpt2", {**_layout(1, 4, 2, schedule="zbv"), **_PRECISE}),
+    "stage 3 x pipeline, one bucket for the last block and what is called behind the norm": (
+        "opt",
+        {**_layout(3, 1, 4, share=256), **_PRECISE},
+    ),
+    "stage 3 x a V, tied on one stage: one chunk borrows of the other": (
+        "gpt2",
+        {**_layout(3, 4, 2, schedule="zbv"), **_PRECISE},
+    ),
+    "sequence parallel x pipeline, the head alone on its stage": (
+        "short opt",
+        {**_layout(1, 8, 4, sp=True), **_PRECISE},
+    ),
+    "stage 2 x tensor, optimizer on the host, norms on heads": (
+        "qwen3",
+        _offloaded(_layout(2, 4, 1), "optimizer"),
+    ),
+    "autocast x tensor x pipeline, registered before the blocks and called behind them": (
+        "opt",
+        {**_layout(1, 4, 4, share=8), **_CAST},
+    ),
     "autocast x sequence parallel x pipeline, fp32 between layers": ("llama", {**_layout(1, 4, 4, sp=True), **_CAST}),
     "autocast x sequence parallel, one gather in fp32 and one not": (
         "opt",
@@ -270,7 +299,11 @@ def test_the_planner_says_of_a_rank_what_it_does(case: tuple[str, dict[str, Any]
     model, settings = case
     last = _WORLD_SIZE - settings.get("tensor_parallel_configs", {}).get("degree", 1)
     found = hybrid.dryrun(
-        hybrid.DistributedStrategy(settings), _WALKED[model], world_size=_WORLD_SIZE, ranks=[0, last], seq=64
+        hybrid.DistributedStrategy(settings),
+        {**_WALKED, **_ODD}[model],
+        world_size=_WORLD_SIZE,
+        ranks=[0, last],
+        seq=64,
     )
     for one in found.ranks:
         assert len(one.comparison) >= 7, one.notes
