@@ -60,6 +60,10 @@ class Pricer:
         self.software = software_of(job.software) if isinstance(job.software, str) else job.software
         self._fabric = measured_fabric(job.cluster, self.software)
         self._links = axis_links(job.cluster)
+        # A product is put off where it is written into a buffer of its own type.
+        precision = job.precision
+        is_written = precision.gradient == precision.parameter == precision.activation
+        self._is_gradient_first = self.software.is_gradient_first > 0 and is_written
         looks: dict[object, int] = {}
         self._look = {id(unit): looks.setdefault(unit.look, len(looks)) for unit in job.model.units}
         self._units: dict[tuple[object, ...], UnitSeconds] = {}
@@ -89,22 +93,24 @@ class Pricer:
         shown, delays = self._messages.of(candidate, len(chunks))
         is_split, is_shown = schedule_splits_backward(candidate.schedule), any(shown)
         places = placed(candidate, len(chunks))
-        work, forward, backward = [], [], []
+        work, forward, backward, later = [], [], [], []
         for (own, _), state in zip(kinds.ranks, states, strict=True):
             waits = sum(state.forward_gathers) + sum(state.backward_gathers) + sum(state.reductions)
             work.append(m * (sum(chunk.forward + chunk.backward + chunk.weights for chunk in own) + waits))
             forward.append(own[0].forward + state.forward_gathers[0])
             backward.append(own[0].backward + state.backward_gathers[0] + state.reductions[0])
+            later.append(own[0].later)
         ends = self._ends_without_waits(candidate, chunks) if is_played else (0.0,) * candidate.pp
         ready = head = tail = 0.0
         for rank, kind in enumerate(kinds.numbers):
             message = shown[rank] / 2 if is_shown else 0.0
             here = head + work[kind] + (m * sum(shown[at] for at in places[rank]) if is_shown else 0.0)
             ready = max(ready, max(here, ends[rank]) + states[kind].last_reduction)
-            ready = max(ready, here + tail + (states[kinds.numbers[0]].last_reduction if tail else 0.0))
+            sent = max(0.0, tail - later[kind])  # the way back begins before its last backward ends
+            ready = max(ready, here + sent + (states[kinds.numbers[0]].last_reduction if sent else 0.0))
             if rank < len(delays):
                 head += forward[kind] + message + delays[rank]
-                tail += 0.0 if is_split else backward[kind] + message + delays[rank]
+                tail += 0.0 if is_split else backward[kind] - (later[kind] if rank else 0.0) + message + delays[rank]
         after = max(state.optimizer + state.gather for state in states)
         return (ready + after + self.software.step_seconds) * _ROUNDED
 
@@ -138,12 +144,13 @@ class Pricer:
                 if place not in of_ranks:
                     of_ranks[place] = sum(map(work.__getitem__, place))
                 seconds = of_ranks[place]
-            here = head + m * seconds + tail
+            # The way back begins before its last backward ends.
+            here = head + m * seconds + max(0.0, tail - first.later)
             if here > most:
                 most = here
             if rank < len(delays):
                 head += forward + delays[rank]
-                tail += 0.0 if is_split else backward + delays[rank]
+                tail += 0.0 if is_split else backward - (first.later if rank else 0.0) + delays[rank]
         return most
 
     def _ends_without_waits(self, candidate: Candidate, chunks: Sequence[PricedChunk]) -> tuple[float, ...]:
@@ -224,6 +231,7 @@ class Pricer:
             input_seconds=seconds.backward,
             weight_seconds=seconds.weights,
             transfer_seconds=delays,
+            later_seconds=seconds.later,
         )
 
     # ---------------------------------------------------------------- compute
@@ -246,6 +254,7 @@ class Pricer:
             recompute=candidate.recompute,
             is_flash=job.is_flash,
             is_split=self._is_shown(candidate),
+            is_gradient_first=self._is_gradient_first,
             tp_links=self._links.of(candidate, ("tp",)),
             cp_links=self._links.of(candidate, ("cp",)),
             ep_links=self._links.of_experts(candidate, is_data_parallel=False),
@@ -301,13 +310,14 @@ class Pricer:
         parts = dict.fromkeys(PARTS, 0.0)
         fixed = self.software.micro_batch_seconds
         forward = backward = fixed
-        weights = fixed if is_split else 0.0
+        weights, later = fixed if is_split else 0.0, 0.0
         parts["host"] = 2 * fixed + weights
         for unit, times in kind.counted:
             seconds = self._unit(unit, setting, key)
             forward += times * seconds.forward.total
             put_off = seconds.weights if is_split else 0.0
             backward += times * (seconds.backward_total - put_off)
+            later += 0.0 if is_split else times * seconds.later
             weights += times * put_off
             for phase in (seconds.forward, seconds.backward):
                 parts["compute"] += times * phase.compute
@@ -330,7 +340,7 @@ class Pricer:
             backward += added
         parts["elementwise"] += added
         own = tuple((name, value) for name, value in parts.items() if value)
-        return PricedChunk(forward, backward, weights, own, state)
+        return PricedChunk(forward, backward, weights, later, own, state)
 
     # ---------------------------------------------------------------- state
 
@@ -431,4 +441,5 @@ class Pricer:
             backward_seconds=seconds.backward,
             weight_seconds=seconds.weights if schedule_splits_backward(candidate.schedule) else (),
             transfer_seconds=delays,
+            later_seconds=seconds.later,
         ).end_seconds
