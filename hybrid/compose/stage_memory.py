@@ -2,160 +2,82 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from hybrid.compose import context
-from hybrid.contracts.memory_split import MemorySplit, split_by_memory
-from hybrid.contracts.stage_memory import HeldParameter, LayerBytes, MemoryModel, StageBytes, StateRule
+from hybrid.compose.memory_limits import Limits
+from hybrid.compose.memory_ways import MeasureAgain, refusal, state_rule
+from hybrid.contracts.memory_split import MemorySplit, fullest_memory, split_by_memory
+from hybrid.contracts.stage_memory import HeldParameter, LayerBytes, MemoryModel
 from hybrid.contracts.stage_split import split_by_costs
 from hybrid.contracts.tensor_plan import TensorPlan
 from hybrid.contracts.tensor_rules import plan_tensor_parallel
-from hybrid.errors import HybridError, ModelError, StrategyError
-from hybrid.launch.environment import read_environment
+from hybrid.errors import ModelError, StrategyError
+from hybrid.pipeline.outline import tensors_by_path
 from hybrid.pipeline.saved_bytes import MeasuredAs, SavedBytes, measure_saved_bytes
 from hybrid.precision.casting import LOW_PRECISION, compute_dtypes
+from hybrid.precision.tree import map_tensors
 from hybrid.recompute import choose_units
 from hybrid.sharding.units import plan_units
 from hybrid.strategy import ResolvedStrategy
 from hybrid.strategy.resolved import PipelineSettings
 from hybrid.tensor.facts import read_facts
 from hybrid.tensor.rewrite import is_cut_by_hand
-from hybrid.units import format_bytes
 
-__all__ = [
-    "HostLimit",
-    "Limits",
-    "Measured",
-    "balance",
-    "check_can_be_held",
-    "limits_of",
-    "measure_layers",
-]
+__all__ = ["Measured", "balance", "check_can_be_held", "measure_layers"]
 
-_DRY = "dry"
-# What the allocator, the communicators and the process itself take of a GPU beside tensors.
-_FOR_TENSORS = 0.92
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # Adam's two moments, in the type of what is updated; the optimizer is not known before `distributed_optimizer`.
 _MOMENTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostLimit:
-    """Memory that the ranks of a host share."""
-
-    num_bytes: int
-    num_ranks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the stages may need.
+class Measured:
+    """What layers need; `memory` is None if it could not be measured, and `note` says why.
 
     Args:
-        stage_bytes: of a rank; None where nothing says it.
-        host: of the ranks of a host together, where they compute on its CPUs.
-        source: of `stage_bytes`, in words.
+        has_sample: whether there was something to measure on.
+        again: measures under other settings.
     """
-
-    stage_bytes: int | None = None
-    host: HostLimit | None = None
-    source: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What layers need; `memory` is None if it could not be measured, and `note` says why."""
 
     memory: MemoryModel | None
     note: str = ""
     has_sample: bool = True
+    again: MeasureAgain = lambda resolved, is_half: None
 
 
-def limits_of(resolved: ResolvedStrategy, *, is_here: bool) -> Limits:
-    """The strategy's own limit, else, for a job that will run here, what this machine has: all should have the same."""
-    assert resolved.pipeline is not None
-    own = resolved.pipeline.memory_limit_bytes
-    if own is not None:
-        return Limits(stage_bytes=own, source=f"pipeline_configs.memory_limit_bytes = {own} ({format_bytes(own)})")
-    if not is_here:
-        return Limits()
-    if context.is_initialized() and context.get_mesh().backend == _DRY:
-        return Limits()  # nothing will run here
-    try:
-        environment = read_environment()
-    except HybridError:
-        return Limits()  # said where the job starts
-    if torch.cuda.is_available():
-        device = environment.local_rank % max(1, torch.cuda.device_count())
-        has = torch.cuda.get_device_properties(device).total_memory
-        source = f"the device has {format_bytes(has)}, of which {_FOR_TENSORS:.0%} are counted on"
-        return Limits(stage_bytes=int(has * _FOR_TENSORS), source=source)
-    host = _host_bytes()
-    if host is None or not environment.launched:
-        return Limits()
-    return Limits(host=HostLimit(num_bytes=host, num_ranks=environment.local_world_size))
-
-
-def _host_bytes() -> int | None:
-    """Memory of this host, or of the container that this runs in."""
-    try:
-        found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    except (ValueError, OSError):
-        return None
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            found.append(int(Path(name).read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue
-    return min(found)
-
-
-def balance(costs: Sequence[float], memory: MemoryModel, resolved: ResolvedStrategy, limits: Limits) -> MemorySplit:
+def balance(costs: Sequence[float], measured: Measured, resolved: ResolvedStrategy, limits: Limits) -> MemorySplit:
     """The layers of each chunk.
 
     Without a limit of the strategy's own they are those that are cheapest, which is what a planner counts with, as long
-    as the device holds them.
+    as the device, or the host for all of its ranks, holds them.
+
+    Args:
+        measured: with the memory.
 
     Raises:
         StrategyError: no split fits; fewer layers than chunks.
     """
     assert resolved.pipeline is not None
+    memory, most = measured.memory, limits.num_bytes
+    assert memory is not None
+    if most is None:
+        chunks = split_by_costs(costs, memory.schedule.num_chunks)
+        return MemorySplit(chunks=chunks, stages=memory.of_stages(chunks), fits=True)
+    shared = () if limits.host is None else limits.host.ranks_of_stages(resolved)
     if resolved.pipeline.memory_limit_bytes is None:
         chunks = split_by_costs(costs, memory.schedule.num_chunks)
         stages = memory.of_stages(chunks)
-        if _keeps(stages, resolved, limits):
+        if fullest_memory(stages, shared) <= most:
             return MemorySplit(chunks=chunks, stages=stages, fits=True)
-    found = split_by_memory(costs, memory, limit_bytes=limits.stage_bytes)
+    found = split_by_memory(costs, memory, limit_bytes=most, shared=shared)
     if not found.fits:
-        raise StrategyError(_too_little(found, memory, limits))
-    if limits.host is not None and not _keeps(found.stages, resolved, limits):
-        each = limits.host.num_bytes // limits.host.num_ranks
-        again = split_by_memory(costs, memory, limit_bytes=each)
-        most = _on_fullest_host(again.stages, resolved, limits.host)
-        if most > limits.host.num_bytes:
-            raise StrategyError(
-                f"the {limits.host.num_ranks} ranks of a host need {format_bytes(most)} together, and it has "
-                f"{format_bytes(limits.host.num_bytes)}: "
-                + _too_little(again, memory, Limits(stage_bytes=each, source=f"{format_bytes(each)} for each of them"))
-            )
-        return again
+        raise StrategyError(refusal(found, costs, memory, resolved, limits, measured.again))
     return found
-
-
-def _keeps(stages: Sequence[StageBytes], resolved: ResolvedStrategy, limits: Limits) -> bool:
-    """Whether the stages need no more than there is."""
-    most, host = limits.stage_bytes, limits.host
-    if most is not None and any(stage.total > most for stage in stages):
-        return False
-    return host is None or _on_fullest_host(stages, resolved, host) <= host.num_bytes
 
 
 def check_can_be_held(measured: Measured, settings: PipelineSettings | None) -> None:
@@ -170,44 +92,11 @@ def check_can_be_held(measured: Measured, settings: PipelineSettings | None) -> 
         )
 
 
-def _on_fullest_host(stages: Sequence[StageBytes], resolved: ResolvedStrategy, host: HostLimit) -> int:
-    layout = resolved.layout
-    sums: Counter[int] = Counter()
-    for rank in range(layout.world_size):
-        sums[rank // host.num_ranks] += stages[layout.coordinate(rank)["pp"]].total
-    return max(sums.values())
-
-
-def _too_little(found: MemorySplit, memory: MemoryModel, limits: Limits) -> str:
-    fullest = found.fullest
-    what = "temporaries of the optimizer's step" if fullest.is_step else "working memory of one layer"
-    parts = {
-        "state": fullest.state,
-        "gradients": fullest.gradients,
-        "activations": fullest.activations,
-        what: fullest.working,
-    }
-    ways = {
-        "state": "a larger shard_size or ZeRO stage, offload or more stages",
-        "gradients": "ZeRO stage 2 or 3 or more stages",
-        "activations": "recompute or smaller micro-batches",
-        what: "a larger shard_size" if fullest.is_step else "smaller micro-batches or tensor parallel",
-    }
-    most = max(parts, key=lambda part: parts[part])
-    shown = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts.items())
-    sizes = ", ".join(str(len(chunk)) for chunk in found.chunks)
-    return (
-        f"{limits.source}: no split of {len(memory.layers)} layers into {len(found.chunks)} chunks fits. The leanest, "
-        f"{sizes}, needs {format_bytes(fullest.total)} on stage {fullest.stage} ({shown}). Nearest: {ways[most]}; or "
-        f"pipeline_configs.memory_limit_bytes = {fullest.total}, if there is as much"
-    )
-
-
 def measure_layers(
     model: nn.Module,
     resolved: ResolvedStrategy,
     *,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    inputs: _Inputs | None,
     units: Sequence[str],
     calls: Sequence[str],
     others: Sequence[Sequence[str]],
@@ -237,9 +126,34 @@ def measure_layers(
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         return Measured(memory=None, note=f"memory was not measured ({type(error).__name__}: {reason})")
-    layers = [_layer(model, unit, more, one, held) for unit, more, one in zip(calls, others, saved, strict=True)]
+    buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+    layers = [
+        _layer(model, unit, more, one, held, buffers) for unit, more, one in zip(calls, others, saved, strict=True)
+    ]
+
+    def again(changed: ResolvedStrategy, is_half: bool) -> tuple[MemoryModel, str] | None:
+        smaller, size = _halved(inputs) if is_half else (inputs, "")
+        if smaller is None:
+            return None
+        measured = measure_layers(
+            model, changed, inputs=smaller, units=units, calls=calls, others=others, is_chain=is_chain
+        )
+        return None if measured.memory is None else (measured.memory, size)
+
     schedule = settings.order(resolved.accumulate_steps)
-    return Measured(memory=MemoryModel(layers, _rule(resolved), schedule))
+    return Measured(memory=MemoryModel(layers, state_rule(resolved), schedule), again=again)
+
+
+def _halved(inputs: _Inputs) -> tuple[_Inputs | None, str]:
+    """Half of the samples of a micro-batch, and how many they are, in words; None if they cannot be told."""
+    sizes = {len(tensor) for tensor in tensors_by_path(*inputs).values() if tensor.dim()}
+    size = sizes.pop() if sizes else 0
+    if sizes or size < 2:
+        return None, ""
+    args, kwargs = (
+        map_tensors(value, lambda tensor: tensor[: size // 2] if tensor.dim() else tensor) for value in inputs
+    )
+    return (args, kwargs), f"{size // 2} sample{'s' if size > 3 else ''} instead of {size}"
 
 
 def _tensor_plan(model: nn.Module, resolved: ResolvedStrategy) -> TensorPlan | None:
@@ -253,7 +167,12 @@ def _tensor_plan(model: nn.Module, resolved: ResolvedStrategy) -> TensorPlan | N
 
 
 def _layer(
-    model: nn.Module, unit: str, others: Sequence[str], saved: SavedBytes, held: Mapping[int, tuple[str, HeldParameter]]
+    model: nn.Module,
+    unit: str,
+    others: Sequence[str],
+    saved: SavedBytes,
+    held: Mapping[int, tuple[str, HeldParameter]],
+    buffers: Mapping[int, str],
 ) -> LayerBytes:
     module = model.get_submodule(unit)
     own = [*module.parameters(), *(model.get_parameter(fqn) for fqn in others)]
@@ -261,7 +180,7 @@ def _layer(
     weight = max((p.elements * p.parameter_bytes for p in parameters.values() if p.gradient_bytes), default=0)
     return LayerBytes(
         parameters=parameters,
-        fixed=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
+        buffers={buffers[id(buffer)]: buffer.numel() * buffer.element_size() for buffer in module.buffers()},
         kept=saved.kept,
         put_off=saved.put_off,
         recomputed=saved.recomputed,
@@ -330,16 +249,3 @@ def _held_parameters(
             ),
         )
     return found
-
-
-def _rule(resolved: ResolvedStrategy) -> StateRule:
-    return StateRule(
-        zero_stage=resolved.zero_stage,
-        num_shards=resolved.shard_size if resolved.zero_stage else 1,
-        bucket_bytes=resolved.bucket_bytes,
-        reduces_each=resolved.grad_reduce == "every_micro_batch",
-        state_on_host=resolved.offload != "none",
-        parameters_on_host=resolved.offload == "parameters",
-        keeps_gathered=resolved.reshard_after == "run",
-        step_bytes=8 if resolved.amp is not None and resolved.amp.level == "O2" else 4,
-    )

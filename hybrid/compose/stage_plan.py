@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from hybrid.compose.memory_limits import limits_of
 from hybrid.compose.own_forward import plan_own
-from hybrid.compose.stage_memory import Measured, balance, check_can_be_held, limits_of, measure_layers
+from hybrid.compose.stage_memory import Measured, balance, check_can_be_held, measure_layers
 from hybrid.contracts.schedule import Schedule
 from hybrid.contracts.stage_memory import StageBytes
 from hybrid.contracts.stage_split import split_by_costs, split_by_counts, split_by_marks, split_by_names, split_evenly
@@ -141,7 +142,7 @@ def _balanced(
         check_can_be_held(measured, resolved.pipeline)
     if measured.memory is None:
         return PlannedStages(chunks=split_by_costs(costs, schedule.num_chunks), schedule=schedule)
-    found = balance(costs, measured.memory, resolved, limits_of(resolved, is_here=is_here))
+    found = balance(costs, measured, resolved, limits_of(resolved, is_here=is_here))
     return PlannedStages(chunks=found.chunks, schedule=schedule, memory=found.stages)
 
 
@@ -186,7 +187,7 @@ def plan_own_stages(
         check_can_be_held(measured, settings)
         if measured.memory is None or not is_balanced:
             return replace(plan, memory=measured.memory)
-        found = balance(plan.costs.weights, measured.memory, resolved, limits_of(resolved, is_here=is_here))
+        found = balance(plan.costs.weights, measured, resolved, limits_of(resolved, is_here=is_here))
         return replace(plan, memory=measured.memory, chunks=found.chunks)
 
     return plan_own(

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import mul
 
 from hybrid.contracts.schedule import ActionKind, Schedule
 
@@ -47,7 +48,7 @@ class LayerBytes:
 
     Args:
         parameters: by first name; a tied one stands in every layer that holds it.
-        fixed: buffers and whatever else stays as it is.
+        buffers: bytes by first name; one that several layers hold stands in each of them.
         kept: for backward, of one micro-batch: which memory -> its bytes. Layers of one chunk share what is the same.
         put_off: of it, and of gradients, what the second half of a split backward needs.
         recomputed: what backward computes again for the time of this layer.
@@ -55,7 +56,7 @@ class LayerBytes:
     """
 
     parameters: Mapping[str, HeldParameter] = field(default_factory=dict)
-    fixed: int = 0
+    buffers: Mapping[str, int] = field(default_factory=dict)
     kept: Mapping[int, int] = field(default_factory=dict)
     put_off: Mapping[int, int] = field(default_factory=dict)
     recomputed: int = 0
@@ -93,13 +94,16 @@ class ChunkBytes:
     Args:
         state: of the parameters that no other layer of the model holds.
         tied: the others.
-        fixed, kept, put_off, working: as `LayerBytes` has them.
+        buffers: as for parameters, bytes of those that no other layer holds.
+        tied_buffers: the others.
+        kept, put_off, working: as `LayerBytes` has them.
         largest_layers: parameters of the two neighbouring layers that have most, as they compute.
     """
 
     state: _State
     tied: Mapping[str, HeldParameter]
-    fixed: int
+    buffers: int
+    tied_buffers: Mapping[str, int]
     kept: int
     put_off: int
     working: int
@@ -186,11 +190,9 @@ class MemoryModel:
     def of_stage(self, stage: int, held: Sequence[range]) -> StageBytes:
         """Of a stage with these of its chunks, the first so many of them."""
         chunks = [self.chunk(layers.start, layers.stop) for layers in held]
-        size = len(self.schedule.chunks_of(stage))
-        activations = max(
-            sum(chunk.kept * counts[at] + chunk.put_off * counts[size + at] for at, chunk in enumerate(chunks))
-            for counts in self._moments[stage]
-        )
+        missing = [0] * (len(self.schedule.chunks_of(stage)) - len(chunks))
+        sizes = [*(chunk.kept for chunk in chunks), *missing, *(chunk.put_off for chunk in chunks)]
+        activations = max(sum(map(mul, sizes, counts)) for counts in self._moments[stage])
         tied = {name: one for chunk in chunks for name, one in chunk.tied.items()}
         state = sum(
             (chunk.state for chunk in chunks), start=_State.of(tied.values(), self._shards) if tied else _State()
@@ -200,7 +202,8 @@ class MemoryModel:
             gathered = state.whole if rule.keeps_gathered else max(chunk.largest_layers for chunk in chunks)
         always = state.own if rule.zero_stage == 3 else state.whole
         always = (0 if rule.parameters_on_host else always) + (0 if rule.state_on_host else state.masters)
-        always += sum(chunk.fixed for chunk in chunks)
+        always += sum(chunk.buffers for chunk in chunks)
+        always += sum({name: size for chunk in chunks for name, size in chunk.tied_buffers.items()}.values())
         backward = StageBytes(
             stage=stage,
             state=always,
@@ -256,8 +259,18 @@ class MemoryModel:
     @cached_property
     def tied(self) -> frozenset[str]:
         """Parameters of several layers."""
-        holders = Counter(name for layer in self.layers for name in layer.parameters)
-        return frozenset(name for name, number in holders.items() if number > 1)
+        return _several(layer.parameters for layer in self.layers)
+
+    @cached_property
+    def tied_buffers(self) -> frozenset[str]:
+        """Buffers of several layers."""
+        return _several(layer.buffers for layer in self.layers)
+
+
+def _several(held: Iterable[Iterable[str]]) -> frozenset[str]:
+    """Names that stand in several of these."""
+    holders = Counter(name for names in held for name in names)
+    return frozenset(name for name, number in holders.items() if number > 1)
 
 
 class _Growing:
@@ -282,12 +295,15 @@ class _Growing:
         put_off = sum(size for memory, size in layer.put_off.items() if memory not in self._put_off)
         own = model.own_bytes[index : index + (1 if last is None else 2)]
         tied = {name: one for name, one in layer.parameters.items() if name in model.tied}
+        tied_buffers = {name: size for name, size in layer.buffers.items() if name in model.tied_buffers}
+        buffers = sum(layer.buffers.values()) - sum(tied_buffers.values())
         working = layer.recomputed + layer.working - self._freed
         self._found.append(
             ChunkBytes(
                 state=model.states[index] if last is None else last.state + model.states[index],
                 tied=tied if last is None else {**last.tied, **tied} if tied else last.tied,
-                fixed=layer.fixed + (0 if last is None else last.fixed),
+                buffers=buffers + (0 if last is None else last.buffers),
+                tied_buffers=tied_buffers if last is None else {**last.tied_buffers, **tied_buffers},
                 kept=kept + (0 if last is None else last.kept),
                 put_off=put_off + (0 if last is None else last.put_off),
                 working=max(working, 0 if last is None else last.working),

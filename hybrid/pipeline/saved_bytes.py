@@ -96,8 +96,9 @@ def measure_saved_bytes(
     following = Following(skeleton, fakes, units=units)
     following.on_value = recorder.note_value
     with ExitStack() as stack:
-        if measured_as.dtype is not None:
-            stack.enter_context(torch.autocast("cpu", dtype=measured_as.dtype))
+        # Also without mixed precision: a caller may be inside an autocast of its own, which the training is not.
+        is_low = measured_as.dtype is not None
+        stack.enter_context(torch.autocast("cpu", dtype=measured_as.dtype or torch.bfloat16, enabled=is_low))
         stack.enter_context(saved_tensors_hooks(recorder.pack, lambda tensor: tensor))
         following.follow(args, kwargs, training={"": True})
     if len(recorder.calls) < num_calls:
@@ -237,17 +238,13 @@ class _Recorder:
         if not self._around:  # the loss is computed elsewhere: of what it reads, its gradient, and another one
             last.kept[self._new()] = _LOSS_BYTES * last.outputs
             working[-1] = max(working[-1], 2 * _LOSS_BYTES * last.outputs)
-        return tuple(
-            SavedBytes(
-                kept=self._joined(call.kept),
-                put_off=self._joined(call.put_off),
-                recomputed=sum(
-                    size for memory, size in self._joined(call.recomputed).items() if memory not in call.kept
-                ),
-                working=size,
-            )
-            for call, size in zip(calls, working, strict=True)
-        )
+        found = []
+        for call, size in zip(calls, working, strict=True):
+            kept = self._joined(call.kept)
+            again = sum(size for memory, size in self._joined(call.recomputed).items() if memory not in kept)
+            put_off = self._joined(call.put_off)
+            found.append(SavedBytes(kept=kept, put_off=put_off, recomputed=again, working=size))
+        return tuple(found)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

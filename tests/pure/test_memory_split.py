@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 
-from hybrid.contracts.memory_split import split_by_memory
+from hybrid.contracts import memory_split
+from hybrid.contracts.memory_split import fullest_memory, split_by_memory
 from hybrid.contracts.schedule import make_schedule
 from hybrid.contracts.stage_memory import HeldParameter, LayerBytes, MemoryModel, StateRule, moments
 from hybrid.contracts.stage_split import split_by_costs
@@ -16,7 +19,7 @@ from hybrid.errors import StrategyError
 SCHEDULES = [("1f1b", 3, 1), ("gpipe", 2, 1), ("zb-h1", 3, 1), ("zbv", 2, 2), ("interleaved", 2, 2)]
 
 
-def layer(kept: int, elements: int = 0, name: str = "", **more: int) -> LayerBytes:
+def layer(kept: int, elements: int = 0, name: str = "", **more: Any) -> LayerBytes:
     held = {name: HeldParameter(elements=elements, parameter_bytes=4, gradient_bytes=4, state_bytes=8)} if name else {}
     return LayerBytes(parameters=held, kept={hash((name, kept, elements)): kept}, **more)
 
@@ -73,6 +76,26 @@ def test_no_split_is_better(name: str, stages: int, virtual: int, seed: int) -> 
         assert peak(found.chunks) <= min(peak(chunks) for chunks in quick if squares(chunks) <= most) * 1.01
 
 
+SHARED = [((1, 1, 1),), ((2, 2, 0), (0, 1, 3)), ((4, 0, 0), (0, 4, 4))]
+
+
+@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("shared", SHARED)
+def test_ranks_that_share_a_memory(shared: tuple[tuple[int, ...], ...], seed: int) -> None:
+    """What counts is their sum: a split whose fullest stage needs more may be the one that fits."""
+    draw = random.Random(seed)
+    schedule = make_schedule("1f1b", num_stages=3, num_micro_batches=6)
+    costs = [draw.randint(1, 9) for _ in range(8)]
+    layers = [layer(draw.randint(100, 900), draw.randint(1, 99), f"w{place}") for place in range(8)]
+    memory = MemoryModel(layers, StateRule(), schedule)
+    sums = {chunks: fullest_memory(memory.of_stages(chunks), shared) for chunks in all_splits(8, 3)}
+    least = min(sums.values())
+    assert sums[split_by_memory(costs, memory, limit_bytes=least, shared=shared).chunks] == least
+    refused = split_by_memory(costs, memory, limit_bytes=least - 1, shared=shared)
+    assert not refused.fits
+    assert sums[refused.chunks] == least
+
+
 def test_layers_that_need_nothing_are_split_by_cost_alone() -> None:
     schedule = make_schedule("1f1b", num_stages=4, num_micro_batches=8)
     costs = [5, 1, 1, 1, 1, 1, 1, 1, 1, 9, 2]
@@ -106,6 +129,13 @@ def test_a_tied_parameter_counts_once_on_a_stage() -> None:
     assert [stage.total for stage in stages] == [160, 320]
 
 
+def test_a_buffer_of_several_layers_counts_once_on_a_stage() -> None:
+    schedule = make_schedule("1f1b", num_stages=2, num_micro_batches=4)
+    layers = [LayerBytes(buffers={"mask": 100, f"own.{place}": 7}) for place in range(4)]
+    stages = MemoryModel(layers, StateRule(), schedule).of_stages((range(3), range(3, 4)))
+    assert [stage.total for stage in stages] == [121, 107]
+
+
 def test_fewer_layers_than_chunks() -> None:
     schedule = make_schedule("1f1b", num_stages=3, num_micro_batches=6)
     with pytest.raises(StrategyError, match="2 layers cannot fill 3 pipeline chunks"):
@@ -121,3 +151,46 @@ def test_a_deep_model_is_split_at_once() -> None:
     limited = split_by_memory([3] * 200, memory, limit_bytes=free.fullest.total * 95 // 100)
     assert limited.fits
     assert limited.chunks != free.chunks
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "num_layers"), [("interleaved", 2, 80), ("zbv", 2, 80), ("interleaved", 4, 130)]
+)
+def test_many_chunks_are_split_in_time(name: str, virtual: int, num_layers: int) -> None:
+    """Of hundreds of millions of splits one that fits, in a second on a quiet machine; to look at them took minutes."""
+    schedule = make_schedule(name, num_stages=8, num_micro_batches=16, virtual_stages=virtual)
+    layers = [layer(1000 + place % 7, 50 + place % 3, f"w{place}") for place in range(num_layers)]
+    memory = MemoryModel(layers, StateRule(zero_stage=2, num_shards=8, reduces_each=True, bucket_bytes=64), schedule)
+    costs = [100 + place % 3 for place in range(num_layers)]
+    free = split_by_memory(costs, memory)
+    began = time.process_time()
+    limited = split_by_memory(costs, memory, limit_bytes=free.fullest.total * 9 // 10)
+    leanest = split_by_memory(costs, memory, limit_bytes=0)
+    assert time.process_time() - began < 6  # seconds of a processor that others use too
+    assert limited.fits
+    assert limited.fullest.total <= free.fullest.total * 9 // 10
+    assert leanest.fullest.total < limited.fullest.total
+    # What a refusal names as enough is enough.
+    assert split_by_memory(costs, memory, limit_bytes=leanest.fullest.total).fits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_moves_alone_come_near(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Where there are too many splits: against all splits of a model that is small enough for it."""
+    draw = random.Random(seed)
+    schedule = make_schedule(("interleaved", "zbv")[seed % 2], num_stages=3, num_micro_batches=6, virtual_stages=2)
+    layers = [layer(draw.randint(400, 600), draw.randint(20, 30), f"w{place}") for place in range(11)]
+    memory = MemoryModel(layers, StateRule(), schedule)
+    costs = [draw.choice([90, 100, 110]) for _ in range(11)]
+    splits = all_splits(11, 6)
+    peaks = {chunks: fullest_memory(memory.of_stages(chunks)) for chunks in splits}
+    monkeypatch.setattr(memory_split, "_MOST_PARTIALS", -1)
+    assert split_by_memory(costs, memory, limit_bytes=0).fullest.total <= min(peaks.values()) * 1.1
+    limit = sorted(peaks.values())[len(splits) // 8]
+    found = split_by_memory(costs, memory, limit_bytes=limit)
+    assert peaks[found.chunks] <= limit
+
+    def cost(chunks: tuple[range, ...]) -> int:
+        return max(sum(costs[index] for index in chunk) for chunk in chunks)
+
+    assert cost(found.chunks) <= min(cost(chunks) for chunks in splits if peaks[chunks] <= limit) * 1.1
