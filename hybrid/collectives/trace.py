@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hybrid.collectives.call import Call
 
-__all__ = ["CallRecord", "Recording", "Totals", "is_on", "record_call", "sent_bytes", "trace"]
+__all__ = ["CallRecord", "Recording", "Totals", "apart", "is_on", "record_call", "sent_bytes", "trace"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +121,20 @@ def trace() -> Iterator[Recording]:
         _active.remove(recording)
 
 
+# One entry for each `apart` that is entered.
+_apart: list[None] = []
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, all traffic counts as control: it is none of the training state's."""
+    _apart.append(None)
+    try:
+        yield
+    finally:
+        _apart.pop()
+
+
 def is_on() -> bool:
     return bool(_active)
 
@@ -145,7 +159,7 @@ def record_call(call: Call, *, wait_seconds: float) -> None:
                 ),
                 seconds=ended - call.launched,
                 wait_seconds=wait_seconds,
-                control=call.control,
+                control=call.control or bool(_apart),
                 step=recording.num_steps,
                 ended=ended,
             )

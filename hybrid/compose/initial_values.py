@@ -59,6 +59,14 @@ def check_meta(model: nn.Module, init: str | None) -> None:
             f"init = {init!r} is for models built on the meta device, and this one has its values: it would do "
             "nothing; leave it out, or build the model under `with torch.device('meta'):`"
         )
+    wrapped = _wrapped_later(meta)
+    if wrapped is not None and init != "by_name":
+        raise ModelError(
+            f"{wrapped!r} is a layer with a low-rank side path (LoRA) around it, on the meta device: such paths go "
+            'around the layers of a model that is built already, and init = "replay" would draw them with each layer, '
+            'which gives other values. Use init = "by_name" (the same under every layout; values can be loaded '
+            "afterwards), or build the model on a real device"
+        )
     attributes = meta_attributes(model)
     if attributes:
         raise ModelError(
@@ -71,6 +79,17 @@ def check_meta(model: nn.Module, init: str | None) -> None:
                 f"parameter {fqn!r} on the meta device is of class {type(parameter).__name__}: only plain "
                 "nn.Parameters can be given memory later; build the model on a real device"
             )
+
+
+def _wrapped_later(meta: MetaTensors) -> str | None:
+    """The first module on the meta device that holds a layer and low-rank ones beside it."""
+    for fqn in meta.parameters:
+        *path, _ = fqn.split(".")
+        for depth, part in enumerate(path):
+            holder = ".".join(path[:depth])
+            if part.lower().startswith("lora_") and f"{holder}.base_layer.weight".lstrip(".") in meta.parameters:
+                return holder
+    return None
 
 
 def find_meta(model: nn.Module) -> MetaTensors:

@@ -21,7 +21,7 @@ from hybrid.compose.added_parts import AddedParts
 from hybrid.compose.bound_model import BoundModel
 from hybrid.compose.compiling import compile_units, refuse_compiled_call
 from hybrid.compose.context import DATA_AXES
-from hybrid.compose.first_forward import FirstForward, plain_copy
+from hybrid.compose.first_forward import FirstForward, keep_plain
 from hybrid.compose.initial_values import (
     InitOrder,
     align_values,
@@ -95,7 +95,7 @@ def distributed_model(
     check_alike_on_all_ranks(model, everyone)
     align_values(model, everyone, same_part=mesh.group(*DATA_AXES))
     meta = stand_ins(find_meta(model))
-    plain = plain_copy(model, resolved)
+    kept = keep_plain(model, planned, resolved)
     is_staged = planned_stages is not None
     cuts = cut_model(model, planned, mesh, is_staged=is_staged) if planned is not None else None
     if resolved.compile is None:
@@ -156,7 +156,8 @@ def distributed_model(
     runtime.model = weakref.ref(extended)
     runtime.parts = AddedParts(extended, engine, stages)
     runtime.tied = TiedHolders(engine, stages, mesh) if stages is not None else None
-    extended.hybrid_first_forward = FirstForward.watch(model, planned, cuts, plain=plain, mesh=mesh)
+    programs = chosen.compiled if chosen.recomputed_in_programs else ()
+    extended.hybrid_first_forward = FirstForward.watch(model, planned, cuts, kept=kept, mesh=mesh, in_programs=programs)
     extended.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     context.remember(runtime)
     context.seed_for_training(resolved, mesh)

@@ -53,7 +53,8 @@ def without_side_paths(facts: ModelFacts, named: Iterable[str] = ()) -> tuple[Mo
     hidden = tuple(f"{fqn}." for fqn in found)
     for module in facts.modules:
         if module.fqn in found:
-            modules.append(replace(found[module.fqn].base, fqn=module.fqn, aliases=()))
+            is_known = all(part.is_known for part in facts.inside(module.fqn))
+            modules.append(replace(found[module.fqn].base, fqn=module.fqn, aliases=(), is_known=is_known))
         elif not module.fqn.startswith(hidden):
             modules.append(module)
     return replace(facts, modules=tuple(modules)), found

@@ -31,6 +31,16 @@ def check_classes(facts: ModelFacts, rules: Mapping[str, ModuleRule], problems: 
             )
     for pattern, rule in odd.items():
         name = facts.by_fqn[rule.fqn].class_name
+        low_rank = [one for one in facts.by_fqn[rule.fqn].parameters if one.lower().startswith("lora_")]
+        if low_rank:
+            problems.model(
+                f"{pattern} ({name}) holds a low-rank side path (LoRA) as parameters of its own, "
+                f"{' and '.join(low_rank)}, which its forward adds to its weight's product, so it cannot be cut "
+                f"({rule.source}); hold linear layers lora_A and lora_B beside the layer, as base_layer, in a module "
+                f"in its place; merge them; or keep it whole: {PLAN} = {{{pattern!r}: 'replicated'}}, and the layers "
+                "that are cut with it"
+            )
+            continue
         problems.model(
             f"{pattern} ({name}) has a forward or a weight of its own, not the stock layer's, so it cannot be cut "
             f"({rule.source}); use the stock class, or keep it whole: {PLAN} = {{{pattern!r}: 'replicated'}}, and the "

@@ -36,6 +36,7 @@ class ModuleFacts:
         trainable: those of them that require a gradient.
         tied: for each own parameter that has other names, those names.
         aliases: other names of this same module.
+        is_known: its code is torch's own, or that of a family for which there are rules.
         options: what it was built with that no cut layer can do, such as "sparse=True".
     """
 
@@ -51,6 +52,7 @@ class ModuleFacts:
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    is_known: bool = True
 
     @property
     def parent(self) -> str:

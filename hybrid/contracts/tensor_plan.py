@@ -9,7 +9,7 @@ from typing import Literal
 from hybrid.contracts.placement import Cut, even_cut, fused_cut
 from hybrid.contracts.tensor_facts import ModuleFacts, parent_of
 
-__all__ = ["TABLE_HEADER", "ModuleRule", "ParameterRow", "SidePathRule", "Style", "TensorPlan"]
+__all__ = ["TABLE_HEADER", "CutUnit", "ModuleRule", "ParameterRow", "SidePathRule", "Style", "TensorPlan"]
 
 Style = Literal["colwise", "rowwise", "vocab", "embedding_colwise", "head", "attention", "partial"]
 """How a module is cut.
@@ -135,6 +135,23 @@ class SidePathRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutUnit:
+    """A module that takes and returns what the plain model has there, and works on parts in between.
+
+    Args:
+        fqn: the module: a block, or the smallest around what is cut outside of blocks.
+        by_user: whether the user's plan says something of what is in it.
+        is_known: whether all code in it is that for which the rules were made.
+        holds_others: whether other units lie in it.
+    """
+
+    fqn: str
+    by_user: bool
+    is_known: bool
+    holds_others: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
     """One parameter in an explanation; `rule` also says why it stays whole."""
 
@@ -162,6 +179,7 @@ class TensorPlan:
         blocks: stacks of blocks; the sequence is cut where the first begins and whole where the last ends.
         rows: one per parameter, by its first name.
         side_paths: modules that hold a cut layer and low-rank ones beside it.
+        units: what can be compared with the plain model by itself.
     """
 
     degree: int
@@ -175,6 +193,7 @@ class TensorPlan:
     blocks: tuple[tuple[str, ...], ...] = ()
     rows: tuple[ParameterRow, ...] = ()
     side_paths: Mapping[str, SidePathRule] = field(default_factory=dict)
+    units: tuple[CutUnit, ...] = ()
 
     def caller(self, fqn: str) -> str:
         """The module whose forward calls this layer: a side path stands in for it."""

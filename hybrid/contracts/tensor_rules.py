@@ -21,6 +21,7 @@ from hybrid.contracts.tensor_families import HEADS, experts, family_claims, outp
 from hybrid.contracts.tensor_plan import ModuleRule, ParameterRow, Style, TensorPlan
 from hybrid.contracts.tensor_regions import Parts, Region, Requirement, find_regions, requirements, resolve_heads
 from hybrid.contracts.tensor_sequence import cross_attention, sequence_layout
+from hybrid.contracts.tensor_units import cut_units
 
 __all__ = ["plan_tensor_parallel", "working_degrees"]
 
@@ -33,6 +34,7 @@ class _Draft:
     """All that does not depend on the degree."""
 
     claims: Claims
+    by_user: set[str] = field(default_factory=set)
     regions: list[Region] = field(default_factory=list)
     parts: dict[str, Parts] = field(default_factory=dict)
     requirements: list[Requirement] = field(default_factory=list)
@@ -129,6 +131,7 @@ def _plan_layers(
         cross_attention=cross_attention(facts, rules),
         blocks=layout.blocks if layout is not None else (),
         rows=_rows(facts, _cut_rows(facts, rules, cuts), replicated),
+        units=cut_units(facts, rules, regions=draft.regions, attributes=attributes, by_user=draft.by_user),
     )
 
 
@@ -167,7 +170,7 @@ def _check_degree(required: Iterable[Requirement], degree: int, problems: Proble
 def _draft(facts: ModelFacts, plan: Mapping[str, Any], problems: Problems) -> _Draft:
     """Claims from all sources, pairs, heads and requirements."""
     claims = read_user_plan(facts, plan, problems)
-    by_user = {*claims.modules, *claims.parameters}
+    by_user = {*claims.modules, *claims.parameters, *claims.divided}
     from_model = read_model_plan(facts, by_user, problems)
     families = family_claims(facts)
     tokens = token_embeddings(facts)
@@ -194,7 +197,7 @@ def _draft(facts: ModelFacts, plan: Mapping[str, Any], problems: Problems) -> _D
     claims.parameters = from_model.parameters | claims.parameters
     order = {module.fqn: None for module in facts.modules if module.fqn in claims.modules}
     claims.modules = {fqn: claims.modules[fqn] for fqn in order}
-    draft = _Draft(claims=claims, left=left, outputs=outputs)
+    draft = _Draft(claims=claims, by_user=by_user, left=left, outputs=outputs)
     if not problems.texts and not _cuts_layers(facts, claims, outputs):
         problems.model(no_rule(facts, outputs))
         return draft

@@ -125,9 +125,10 @@ def _without_values(resolved: ResolvedStrategy) -> tuple[ResolvedStrategy, tuple
     notes = []
     if resolved.compile is not None:
         notes.append("compile is left out: its kernels may keep other activations; state and collectives are the same")
-    if resolved.tensor_parallel is not None and resolved.tensor_parallel.verify:
+    if resolved.tensor_parallel is not None:
+        if resolved.tensor_parallel.verify:
+            notes.append("tensor_parallel_configs.verify is left out: there are no values to compare")
         resolved = replace(resolved, tensor_parallel=replace(resolved.tensor_parallel, verify=False))
-        notes.append("tensor_parallel_configs.verify is left out: there are no values to compare")
     return replace(resolved, compile=None, profile=None), tuple(notes)
 
 

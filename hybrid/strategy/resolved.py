@@ -111,13 +111,15 @@ class TensorParallelSettings:
     degree: int
     sequence_parallel: bool
     plan: Mapping[str, Any] | None
-    verify: bool
+    verify: bool | None
+    """What is compared with the plain model: True all of it, None a block of each kind, False nothing."""
 
     def __str__(self) -> str:
         words = [f"over {self.degree} ranks"]
         words += ["activations between layers cut along the sequence"] * self.sequence_parallel
         words += [f"plan of {len(self.plan)} entries"] if self.plan else []
-        words += ["verified against the plain model"] * self.verify
+        words += ["verified against the plain model"] * (self.verify is True)
+        words += ["not verified"] * (self.verify is False)
         return ", ".join(words)
 
 

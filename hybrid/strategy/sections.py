@@ -132,8 +132,9 @@ class TensorParallelConfigs(Section):
     """Also cut the activations between the layers, along the sequence."""
     plan: ParallelPlan | None = None
     """Pattern of module names -> how they are cut, where the model's own plan and the known families do not say."""
-    verify: Boolean = False
-    """Run one small batch through the plain and the cut model first, and stop at the first module that differs."""
+    verify: Boolean | None = None
+    """Compare with the plain model in the first forward, and stop at the first module that differs: not given, a block
+    of each kind that the plan or code of your own is in; `true`, the whole model; `false`, nothing, at your risk."""
 
 
 class PipelineConfigs(Section):

@@ -16,7 +16,11 @@ from hybrid.tensor.cuts import TensorCuts
 from hybrid.tensor.own_part import Part, candidates
 from hybrid.tensor.recording import Recording
 
-__all__ = ["Comparison", "Difference", "compare"]
+__all__ = ["INPUT", "OTHER_INPUTS", "Comparison", "Difference", "compare", "recordings_differ"]
+
+# Under these names a module that is compared by itself records what it is called with: the activation, and the rest.
+INPUT, OTHER_INPUTS = "hybrid_input", "hybrid_other_inputs"
+
 
 # Of the largest element of what is compared; by the lowest precision in which any module computed.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -154,7 +158,7 @@ class _Comparer:
             local = torch.zeros_like(pair.local) if pair.local_gradient is None else pair.local_gradient.clone()
             is_whole = all(ops.all_gather_object(local.shape == whole.shape, group=self.group))
             scale = max(_largest(whole), floor, _SMALLEST)
-            if is_whole:
+            if is_whole and self.plain.calls[pair.place].fqn != INPUT:  # what made that one adds nothing up
                 total = sum(ops.all_gather_object(local.cpu(), group=self.group))
                 assert isinstance(total, torch.Tensor)
                 if self._agrees(_difference(total.to(whole.device), whole), scale):
@@ -275,6 +279,21 @@ def compare(plain: Recording, cut: Recording, *, model: nn.Module, cuts: TensorC
         first = max(later, key=lambda one: (one.place, one.kind == "gradient of its output"))
     modules = {plain.calls[pair.place].fqn for pair in comparer.pairs if pair.parts}
     return Comparison(num_modules=len(modules), largest_share=comparer.largest_share, difference=first)
+
+
+def recordings_differ(one: Recording, other: Recording) -> bool:
+    """Whether two runs of one model did not give the same."""
+    if [call.fqn for call in one.calls] != [call.fqn for call in other.calls]:
+        return True
+    pairs = (
+        (output.value, again.value)
+        for call, repeated in zip(one.calls, other.calls, strict=True)
+        for output, again in zip(call.outputs, repeated.outputs, strict=False)
+    )
+    return any(
+        _difference(value, again) > _TOLERANCES.get(value.dtype, 0.0) * max(_largest(value), _SMALLEST)
+        for value, again in pairs
+    )
 
 
 def _largest(tensor: torch.Tensor | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 from torch import nn
@@ -12,6 +13,13 @@ __all__ = ["read_facts"]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Norms over the last dim: each token by itself, so that they work on a part of the sequence.
+# Families whose every parameter and gradient the tests hold against the plain model's.
+_FAMILIES = ("bert", "gpt2", "llama", "qwen3", "t5", "vit")
+_KNOWN_CODE = (
+    "torch.nn.",
+    *(f"transformers.models.{family}." for family in _FAMILIES),
+    *(f"transformers.{module}." for module in ("activations", "modeling_layers", "pytorch_utils")),
+)
 _TOKEN_NORMS = ("LayerNorm", "RMSNorm")
 
 
@@ -52,7 +60,17 @@ def _module_facts(module: nn.Module, fqns: list[str], parameters: Mapping[nn.Par
         tied={name: tied for name, tied in others.items() if tied},
         aliases=tuple(fqns[1:]),
         options=_options(module),
+        is_known=_is_known(module),
     )
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether its class, and what runs for `forward`, come from torch or from a family that the rules were made for."""
+    if "forward" in vars(module):
+        return False
+    # Looked up without asking the class, which may be one of TorchScript's.
+    code = getattr(inspect.getattr_static(type(module), "forward", None), "__module__", "")
+    return all(where.startswith(_KNOWN_CODE) for where in (f"{type(module).__module__}.", f"{code}."))
 
 
 def _kind(module: nn.Module) -> Kind:

@@ -37,7 +37,7 @@ from hybrid.tensor.sequence import (
 )
 from hybrid.tensor.side_path import watch_side_path
 
-__all__ = ["adopt_modules", "cut_parameters", "is_cut_by_hand", "planned_cuts"]
+__all__ = ["adopt_modules", "cut_parameters", "is_cut_by_hand", "planned_cuts", "sequence_dims"]
 
 # Column layers of a cross attention that read its own sequence; the others read the one that comes whole.
 _QUERIES = ("q", "query", "q_proj", "q_attn")
@@ -115,7 +115,7 @@ def adopt_modules(model: nn.Module, plan: TensorPlan, cuts: TensorCuts, *, is_st
     within_side_paths = CutRegion(group, active=False)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-    dims = _sequence_dims(modules, plan)
+    dims = sequence_dims(modules, plan)
     entries: dict[tuple[str, bool, int], Entry] = {}
     for fqn, rule in plan.rules.items():
         if fqn not in modules:
@@ -253,7 +253,7 @@ def _pair(fqn: str, plan: TensorPlan) -> int:
     return max(min(before, len(rows) - 1), 0)
 
 
-def _sequence_dims(modules: Mapping[str, nn.Module], plan: TensorPlan) -> dict[str, int]:
+def sequence_dims(modules: Mapping[str, nn.Module], plan: TensorPlan) -> dict[str, int]:
     """Module -> dim of its activations that is the sequence: the last but one, save where torch's modules say first."""
     if not plan.sequence_parallel:
         return {}

@@ -26,6 +26,7 @@ from hybrid.tensor.region import CutRegion
 __all__ = [
     "SequenceState",
     "expect_cut",
+    "first_activation",
     "gather_at_entry",
     "gather_at_exit",
     "refuse_partial_outputs",
@@ -140,6 +141,13 @@ def refuse_partial_outputs(model: nn.Module, *, sequence_parallel: bool) -> None
                 raise ModelError(f"{name} under tensor parallel would return {what}")
 
     model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def first_activation(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The activation among a module's arguments: the first, or the one by a usual name; None: it cannot be told."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0]
+    return next((kwargs[key] for key in _NAMES if isinstance(kwargs.get(key), torch.Tensor)), None)
 
 
 def _on_activation(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:

@@ -68,6 +68,23 @@ class TiedToBody(nn.Module):
         self.again.weight = self.down.weight
 
 
+class LowRankLinear(nn.Linear):
+    """With its side path inside, as loralib has it."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out)
+        self.lora_A, self.lora_B = nn.Parameter(torch.zeros(2, width)), nn.Parameter(torch.zeros(out, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.lora_A.T @ self.lora_B.T
+
+
+class LowRankInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = LowRankLinear(8, 16), nn.Linear(16, 8)
+
+
 class Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -197,6 +214,13 @@ REFUSED: dict[str, tuple[int, Callable[[], nn.Module], dict[str, Any], type[Hybr
         {"plan": GPT_PLAN | {"blocks.*.attn.lora_*": "replicated"}, "sequence_parallel": True},
         HybridError,
         r"lora_a",
+    ),
+    "LoRA within a layer": (
+        2,
+        LowRankInside,
+        {"plan": PAIR},
+        HybridError,
+        r"up \(LowRankLinear\) holds a low-rank side path \(LoRA\) as parameters of its own, lora_A and lora_B",
     ),
     "sequence parallel at degree 1": (
         1,
