@@ -162,7 +162,8 @@ def agree(model: nn.Module, plan: OwnForwardPlan, mesh: Mesh, placement: ChunkPl
             here, there = next(((a, b) for a, b in pairs if a != b), (f"{len(first_calls)} calls", f"{len(theirs)}"))
             raise ModelError(
                 f"the samples or the models of the ranks are not of the same kind: the forward calls {here} on rank 0 "
-                f"and {there} on rank {rank} in the same place; give all ranks a sample of the same kind"
+                f"and {there} on rank {rank} in the same place; give all ranks a sample of the same kind, and let no "
+                "random numbers decide which modules the forward calls"
             )
     if chunks != plan.chunks:
         plan = replace(plan, chunks=chunks)

@@ -24,6 +24,7 @@ from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
 from hybrid.pipeline.attributes import Attributes, check_around
 from hybrid.pipeline.boundary import full_cache
+from hybrid.pipeline.chance import Chance
 from hybrid.pipeline.fake_call import fake_input, run_without_values
 from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.flow import Call, Flow, Place, ValueSize
@@ -44,6 +45,10 @@ _OnValue = Callable[[torch.Tensor, torch.Tensor], None]
 """Is told of each tensor that a unit returned or was given, and of the one that the code outside has in its place."""
 
 _WAY = "Write the model as a hybrid.PipelineLayer, or set pipeline_configs.degree = 1"
+# Forwards that are looked at where random numbers decide: a layer that is dropped one time in ten is dropped in one.
+_DRAWS = 16
+# Operations that want values, of which they tell none: what comes out is as large for zeros.
+_ON_ZEROS = ("_ctc_loss",)
 # Operations whose result is a number or a shape that only the values tell.
 _DECIDES = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
 
@@ -70,6 +75,7 @@ class Following:
         self._own = {name: {shims.memory_of(p) for p in unit.parameters()} for name, unit in modules.items()}
         self._unit_buffers = {fqn for unit in units for fqn in self._buffers.values() if fqn.startswith(f"{unit}.")}
         self._state: _Forward | None = None
+        self._chance_decides = False
         self.on_value: _OnValue = lambda returned, given: None
         watch_calls(modules, self._called)
         self._attributes = Attributes(skeleton, modules)
@@ -92,6 +98,8 @@ class Following:
         try:
             with kept_generators(), fresh_caches(self.skeleton):
                 flow = self._run(args, kwargs, is_training=training[""])
+                if self._chance_decides:
+                    self._check_chance(flow, args, kwargs, is_training=training[""])
                 suspects = self._attributes.changed_around() & self._attributes.read_around()
                 if suspects:  # what is filled once stays as it is in another forward with the same inputs
                     self._run(args, kwargs, is_training=training[""])
@@ -99,6 +107,18 @@ class Following:
         finally:
             put_back()
         return flow
+
+    def _check_chance(self, flow: Flow, args: Any, kwargs: Any, *, is_training: bool) -> None:
+        """Raises ModelError: with other random numbers the forward calls other units."""
+        for seed in range(_DRAWS):
+            torch.manual_seed(seed)
+            again = self._run(args, kwargs, is_training=is_training)
+            if [call.unit for call in again.calls] != [call.unit for call in flow.calls]:
+                raise ModelError(
+                    "random numbers decide which units the forward of the model calls (LayerDrop): what crosses the "
+                    "cuts of a pipeline would change with every micro-batch. Switch that off (layerdrop = 0 in "
+                    "configurations of transformers), or set pipeline_configs.degree = 1"
+                )
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> Flow:
         attributes = self._attributes
@@ -121,6 +141,7 @@ class Following:
             ) from error
         finally:
             self._state = None
+            self._chance_decides = state.chance.decides
             attributes.end()
         written = attributes.changed_around() & attributes.buffers_around()
         if written:
@@ -163,6 +184,7 @@ class _Forward(shims.TorchDispatchMode):
         self.calls: list[Call] = []
         self.inside = False
         self.inputs: set[int] = set()
+        self.chance = Chance()
         self.on_value: _OnValue = lambda returned, given: None
         self._sources: dict[int, frozenset[_Source]] = {}
         self._kept: list[torch.Tensor] = []  # memory that is given back may come again as another one
@@ -207,7 +229,8 @@ class _Forward(shims.TorchDispatchMode):
             self._write(tensor, sources)
         if any(not is_fake(tensor) for tensor in written) and any(map(is_fake, read)):
             return written[0] if len(written) == 1 else tuple(written)
-        output = func(*args, **kwargs)
+        output = self._on_zeros(func, args, kwargs) if name in _ON_ZEROS else func(*args, **kwargs)
+        self.chance.note(func, args, read, output)
         before = {shims.memory_of(tensor) for tensor in read}
         for tensor in tensors_in(output):
             memory = shims.memory_of(tensor)
@@ -216,6 +239,14 @@ class _Forward(shims.TorchDispatchMode):
                 self._sources[memory] = sources
                 self._value_at.pop(memory, None)
         return output
+
+    def _on_zeros(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A loss over sequences, whose sizes are those of the labels."""
+        real_args, real_kwargs = (
+            map_tensors(value, lambda t: torch.zeros(t.shape, dtype=t.dtype) if is_fake(t) else t)
+            for value in (args, kwargs)
+        )
+        return map_tensors(func(*real_args, **real_kwargs), lambda tensor: fake_like(tensor, self._fakes))
 
     def _read(self, tensor: torch.Tensor, func: Any) -> frozenset[_Source]:
         memory = shims.memory_of(tensor)

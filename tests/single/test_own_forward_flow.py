@@ -224,6 +224,50 @@ def test_a_cache_of_linear_attention_has_no_length() -> None:
         plan(model, X)
 
 
+class Dropping(Blocks):
+    """As LayerDrop of transformers' OPT, BART and Wav2Vec2."""
+
+    probability = 0.2
+
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        return x if torch.rand([]) < self.probability else block(x)
+
+
+def test_random_numbers_that_change_no_call_are_no_layer_drop() -> None:
+    """A probability of 0, which is transformers' default, costs no second look; a flip of the inputs goes on."""
+
+    class Undropped(Dropping):
+        probability = 0.0
+        forwards = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Undropped.forwards += 1
+            return super().forward(x)
+
+    class Flipping(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.flip(0) if torch.rand([]) < 0.5 else x)
+
+    assert len(plan(Undropped(), X).flow.calls) == 4
+    assert Undropped.forwards == 1
+    model, before = Flipping(), torch.random.get_rng_state()
+    assert len(plan(model, X).flow.calls) == 4
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_loss_over_sequences_in_the_model() -> None:
+    """CTC, as in Wav2Vec2: torch does not know on tensors without values how large what it keeps is."""
+
+    class Listening(Blocks):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+            scores = super().forward(x).log_softmax(-1)[:, None].expand(3, 2, 4)
+            return {"loss": functional.ctc_loss(scores, labels, torch.tensor([3, 3]), labels.ne(0).sum(-1))}
+
+    found = plan(Listening(), {"x": X, "labels": torch.tensor([[1, 2], [3, 0]])})
+    assert crossing(found) == [["blocks.1"]]
+    assert found.flow.output_reads == {(3, "")}
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +363,7 @@ class Uncopied(Blocks):
 REFUSED: dict[str, tuple[type[Blocks], Any, str]] = {
     "no-sample": (Blocks, None, "Blocks by its own forward, and needs a sample.*sample=.*PipelineLayer.*degree = 1"),
     "decides-by-values": (Deciding, X, "'blocks.1' returns decides how the forward.*PipelineLayer"),
+    "layer-drop": (Dropping, X, "random numbers decide which units.*layerdrop = 0"),
     "attribute": (Keeping, X, r"shape \(3, 4\) leaves 'blocks.3' by another way than what it returns"),
     "recorder": (Recording, X, "by another way.*output_hidden_states.*Switch that off"),
     "writes-its-input": (Overwriting, X.clone(), "'blocks.0' writes into a tensor that it is given.*x = x \\+ y"),
