@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,7 +100,12 @@ def plan(
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option("--host-memory", metavar="1TB", help="Of one host, for offload.", show_default=False),
+        typer.Option(
+            "--host-memory",
+            metavar="1TB",
+            help="Of one host, for offload.  [default: the usual machine's]",
+            show_default=False,
+        ),
     ] = None,
     best: Annotated[
         int | None,
@@ -298,15 +304,7 @@ def _print_why(request: Request, text: str, console: Console, *, json_output: bo
     clash = [name for name, value in wanted.items() if request.fixed.get(name, value) != value]
     if clash:
         raise PlanError([f"--why and --fix differ in {name}" for name in clash])
-    asked = Request(
-        job=request.job,
-        fixed={**request.fixed, **wanted},
-        is_all=request.is_all,
-        risk=request.risk,
-        memory_bytes=request.memory_bytes,
-        host_memory_bytes=request.host_memory_bytes,
-        num_plans=request.num_plans,
-    )
+    asked = replace(request, fixed={**request.fixed, **wanted})
     reasons = contradictions(asked)
     told, num_more = ([], 0) if reasons else why(asked, limit=None if json_output else _MOST_ROWS)
     if not told:

@@ -178,6 +178,9 @@ def _notes(request: Request, result: SearchResult, time: StepTime) -> Iterator[s
                 f"stage 3 gathers every unit over {bits / 1e9:.0f} Gb/s per device; below about 25 Gb/s it is worth it "
                 "only where nothing else fits"
             )
+    if best.candidate.is_offloaded:
+        kept = best.memory.fullest_host_bytes
+        yield f"offload keeps {kept / 1e9:.1f} GB in the memory of one host: {request.host_words}"
     if best.candidate.tp > request.job.cluster.domain_size:
         yield (
             f"tp = {best.candidate.tp} crosses the fast links of {request.job.cluster.domain_size} devices: its sums "

@@ -165,10 +165,11 @@ def batch_problems(job: Job, candidate: Candidate) -> Iterator[Problem]:
     batch, dp, size = job.global_batch_size, candidate.dp, candidate.micro_batch_size
     if batch % dp:
         near = sorted(divisors(batch), key=lambda value: (abs(value - dp), value))[:2]
+        batches = [size for size in (batch // dp * dp, (batch // dp + 1) * dp) if size]
         yield Problem(
             rule="batch",
             text=f"global batch {batch} is no multiple of dp = {dp}; dp of {' or '.join(map(str, sorted(near)))} would "
-            f"do, or a batch of {batch // dp * dp or dp} or {(batch // dp + 1) * dp}",
+            f"do, or a batch of {' or '.join(map(str, batches))}",
         )
     elif batch != dp * size * candidate.num_micro_batches:
         yield Problem(

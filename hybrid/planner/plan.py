@@ -168,7 +168,12 @@ class Plans(Sequence[Plan]):
                 "num_parameters": job.model.num_parameters,
                 "notes": list(job.model.notes),
             },
-            "cluster": {"name": job.cluster.name, "num_devices": job.cluster.num_devices},
+            "cluster": {
+                "name": job.cluster.name,
+                "num_devices": job.cluster.num_devices,
+                "host_memory_bytes": self.request.host_memory_bytes,
+                "assumed_host": None if self.request.host is None else self.request.host.name,
+            },
             "global_batch_size": job.global_batch_size,
             "seq": job.seq,
             "correction": None if self.request.correction is None else self.request.correction.to_dict(),
@@ -230,7 +235,8 @@ def plan(
         risk: highest accepted chance of running out of memory.
         memory_bytes: of a device, if not all of it may be used.
         host_memory_bytes: of one host, for offload: plans that need more there are refused. None: as the cluster's file
-            says; where that says nothing, plans tell what they need.
+            says, else as the usual machine with so many of these devices has; where there is none, plans tell what they
+            need.
         num_plans: how many to return.
         use_measurements: False leaves out of account what `hybrid.measure_plans` found on a calibrated cluster.
         progress: called with (bases looked at, all bases).
@@ -313,5 +319,8 @@ def _nothing_fits(request: Request, result: SearchResult) -> str:
             f"{nearest.candidate.label}, needs {nearest.fit.needed_bytes / 1e9:.1f} GB, "
             f"{nearest.fit.over_bytes / 1e9:.1f} GB more{host}{nearest_change(request)}"
         )
-    reasons = "; ".join(f"{rejection.text} ({rejection.count} layouts)" for rejection in result.rejections[:4])
+    reasons = "; ".join(
+        f"{rejection.text} ({rejection.count} layout{'s' * (rejection.count > 1)})"
+        for rejection in result.rejections[:4]
+    )
     return f"{what} can be tried: {reasons or 'nothing is left of what is fixed'}"

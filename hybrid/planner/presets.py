@@ -58,9 +58,10 @@ def preset_config(name: str) -> tuple[Mapping[str, Any], str]:
     known = {_plain(other): other for other in table}
     found = known.get(_plain(name))
     if found is None:
+        hint = nearest(_plain(name), table)
         raise PlanError(
-            f"no model is known as {name!r}{nearest(_plain(name), table)}; a config.json, a folder with one, or the "
-            "module itself with an example batch works too"
+            f"no model is known as {name!r}{hint}{'' if hint.endswith('?') else ';'} A config.json, a folder with "
+            "one, or the module itself with an example batch works too"
         )
     return table[found]["config"], found
 

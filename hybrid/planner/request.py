@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from hybrid.contracts.host_kind import HostKind
 from hybrid.contracts.schedule import SCHEDULE_NAMES
 from hybrid.errors import PlanError
 from hybrid.planner.correction import Correction
@@ -72,6 +73,7 @@ class Request:
     risk: highest chance of running out of memory that a plan may have.
     memory_bytes: of a device; None for all that it has.
     host_memory_bytes: of one host; None where it is not known, so that offload is planned whatever it needs there.
+    host: the usual machine whose memory that is, where nobody said what the hosts have.
     num_plans: how many to rank.
     correction: what measured layouts of this model on this machine have made of the job's constants.
     """
@@ -82,6 +84,7 @@ class Request:
     risk: float = 0.05
     memory_bytes: float | None = None
     host_memory_bytes: float | None = None
+    host: HostKind | None = None
     num_plans: int = 10
     correction: Correction | None = None
 
@@ -89,6 +92,19 @@ class Request:
     def limit_bytes(self) -> float:
         """Memory of a device that a plan may fill."""
         return self.job.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    @property
+    def host_words(self) -> str:
+        """What one host has, and who says so."""
+        if self.host_memory_bytes is None:
+            return "how much memory a host has is not known; --host-memory (host_memory_bytes) says it"
+        words = f"{self.host_memory_bytes / 1e9:.1f} GB"
+        if self.host is not None:
+            words += (
+                f", assumed, as in a {self.host.name} ({self.host.source}, {self.host.date}); --host-memory "
+                "(host_memory_bytes) says otherwise"
+            )
+        return words
 
 
 def read_fixed(given: Mapping[str, Any] | str, *, option: str = "--fix") -> dict[str, Any]:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.contracts.cluster import Cluster, parse_cluster
+from hybrid.contracts.host_kind import usual_host
 from hybrid.contracts.schedule import usual_virtual_stages
 from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.errors import PlanError
 from hybrid.planner.correction import corrected_job, correction_of
 from hybrid.planner.describe_model import spec_of
+from hybrid.planner.host_memory import devices_per_host
 from hybrid.planner.job import Job, OptimizerSpec, Precision
 from hybrid.planner.measured import measured_software
 from hybrid.planner.model_spec import ModelSpec
@@ -131,13 +133,18 @@ def make_request(
         software=software or _software(made["cluster"]),
         context_bytes=made["cluster"].measured.context_bytes if made["cluster"].measured is not None else None,
     )
+    host, host_memory = None, host_memory_bytes or made["cluster"].host_memory_bytes
+    if host_memory is None:
+        host = usual_host(made["cluster"].device.name, devices_per_host(made["cluster"]))
+        host_memory = None if host is None else host.memory_bytes
     request = Request(
         job=job,
         fixed=made["fixed"],
         is_all=include_unbuilt,
         risk=risk,
         memory_bytes=memory_bytes,
-        host_memory_bytes=host_memory_bytes or made["cluster"].host_memory_bytes,
+        host_memory_bytes=host_memory,
+        host=host,
         num_plans=num_plans,
     )
     wrong = contradictions(request)

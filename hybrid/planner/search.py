@@ -266,13 +266,13 @@ class _Search:
         waiting: Iterator[_TooLarge] = heapq.merge(*groups.values(), key=self._missing)
         larger: list[tuple[float, str, _TooLarge]] = []  # those whose figures have come nearer to what they have
         counted: list[tuple[float, str, Candidate]] = []
-        one: _TooLarge | None = next(waiting, None)
+        ahead: _TooLarge | None = next(waiting, None)
         num_looked = 0
-        while one is not None or larger:
-            if one is None or (larger and larger[0][0] < self._missing(one)):
+        while ahead is not None or larger:
+            if ahead is None or (larger and larger[0][0] < self._missing(ahead)):
                 turn = heapq.heappop(larger)[-1]
             else:
-                turn, one = one, next(waiting, None)
+                turn, ahead = ahead, next(waiting, None)
             while counted and counted[0][0] < self._missing(turn):
                 yield heapq.heappop(counted)[-1]
             # Of those that are counted, more than one that is not may be missing less.
@@ -342,12 +342,8 @@ def host_fits(request: Request, option: Candidate) -> bool:
 
 
 def _too_large_for_host(request: Request, option: Candidate) -> str:
-    assert request.host_memory_bytes is not None
     needed = memory(request.job, option).fullest_host_bytes
-    return (
-        f"{option.label} keeps {needed / 1e9:.1f} GB in the memory of one host, which has "
-        f"{request.host_memory_bytes / 1e9:.1f} GB"
-    )
+    return f"{option.label} keeps {needed / 1e9:.1f} GB in the memory of one host, which has {request.host_words}"
 
 
 def _too_large_base(request: Request, base: Candidate) -> str:

@@ -10,6 +10,7 @@ from hybrid.contracts.layout import Layout
 from hybrid.contracts.rank_map import named
 from hybrid.planner.cost import step_timeline
 from hybrid.planner.plan import Plan, Plans
+from hybrid.planner.request import Request
 from hybrid.planner.search import Priced, search
 from hybrid.planner.software import software_of
 from hybrid.report.cluster_picture import cluster_picture
@@ -196,6 +197,15 @@ def device_rows(cluster: Cluster) -> list[tuple[str, str, str]]:
     return rows + [(name, value, f"{device.source}, {device.date}") for name, value in figures]
 
 
+def _host_row(request: Request) -> tuple[str, str, str]:
+    """Memory of a host, which only offload needs."""
+    host, size = request.host, request.host_memory_bytes
+    if size is None:
+        return "memory of a host", "not known, not looked at", "no usual machine has so many of these devices"
+    told = "given" if host is None else f"as in a {host.name}: {host.source}, {host.date}"
+    return "memory of a host", f"{size / 1e9:.1f} GB", told
+
+
 def _assumptions(plans: Plans) -> Section:
     """What the figures rest on, with where it comes from."""
     job = plans.request.job
@@ -206,6 +216,7 @@ def _assumptions(plans: Plans) -> Section:
         source = f"{constant.source}, {constant.date}" if constant else "default of hybrid/planner/software.py"
         rows.append((f"{software.name}: {name}", f"{getattr(software, name):g}", source))
     rows += [("note", note, "the cluster's description") for note in job.cluster.notes]
+    rows.append(_host_row(plans.request))
     return Section(
         name="assumptions",
         heading="Assumptions",
