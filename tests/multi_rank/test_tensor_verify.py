@@ -252,7 +252,7 @@ def test_other_errors_pass_through() -> None:
 # -- models that are right ---------------------------------------------------------------------------------------
 
 
-def trained(verify: bool, tensor: dict[str, Any], settings: dict[str, Any]) -> tuple[list[float], str]:
+def trained(verify: bool | None, tensor: dict[str, Any], settings: dict[str, Any]) -> tuple[list[float], str]:
     """Losses with dropout, the sum of the weights, and what was printed."""
     printed = io.StringIO()
     with job(), contextlib.redirect_stdout(printed):
@@ -275,20 +275,24 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stage-1-accumulation": ({}, {"sharding": True, "accumulate_steps": 2}),
     "stage-3-recompute": ({}, {"sharding": True, "sharding_configs": {"stage": 3}, "recompute": True}),
     "sequence-parallel": ({"sequence_parallel": True}, {}),
+    "selective-recompute": ({}, {"recompute": True, "recompute_configs": {"policy": "selective"}}),
+    "whole-model-recompute": ({}, {"recompute": True, "recompute_configs": {"units": ["Gpt"]}}),
+    "compile": ({}, {"compile": True, "compile_configs": {"backend": "aot_eager"}}),
     "bf16-o2": ({}, {"amp": True, "amp_configs": {"level": "O2"}, "sharding": True, "sharding_configs": {"stage": 2}}),
 }
 
 
-def trained_all() -> list[tuple[Any, Any]]:
-    return [(trained(False, *settings), trained(True, *settings)) for settings in RIGHT.values()]
+def trained_all() -> list[tuple[Any, ...]]:
+    return [tuple(trained(verify, *settings) for verify in (False, None, True)) for settings in RIGHT.values()]
 
 
 def test_a_right_plan_changes_no_number() -> None:
     """The check draws nothing that training draws, and leaves no gradient or state."""
     for rank, results in enumerate(run_ranks(trained_all, 2)):
-        for name, ((without, silent), (verified, printed)) in zip(RIGHT, results, strict=True):
+        for name, ((without, silent), by_default, (verified, printed)) in zip(RIGHT, results, strict=True):
             assert verified == without, name
             assert silent == ""
+            assert by_default == (without, ""), name
             assert printed.count("tensor parallel verified") == (rank == 0), name
 
 
