@@ -34,7 +34,7 @@ from hybrid.compose.initial_values import (
 from hybrid.compose.low_precision import install_precision
 from hybrid.compose.model_checks import check_aliases, check_alike_on_all_ranks
 from hybrid.compose.model_plan import plan_model
-from hybrid.compose.pipeline import known_here, named_once, share_out, start_pipeline
+from hybrid.compose.pipeline import known_here, named_once, of_all_stages, share_out, start_pipeline
 from hybrid.compose.runtime import Runtime
 from hybrid.compose.tensor_parallel import align_random_states, all_group_axes, cut_model, part_of, placements
 from hybrid.compose.tied_holders import TiedHolders
@@ -141,6 +141,7 @@ def distributed_model(
             )
     if stages is not None:
         stages.forget_the_rest()
+        engine.result_dtype = of_all_stages(engine.result_dtype, mesh)
     if resolved.amp is not None and resolved.amp.buffer_dtype != "float32":
         custom_fp32 = known_here(resolved.amp.custom_fp32, model, stages)
         cast_buffers(model, dtype=getattr(torch, resolved.amp.buffer_dtype), custom_fp32=custom_fp32)

@@ -30,6 +30,7 @@ __all__ = [
     "WholeModel",
     "known_here",
     "named_once",
+    "of_all_stages",
     "share_out",
     "start_pipeline",
 ]
@@ -259,6 +260,12 @@ def _all_keys(model: nn.Module, staged: StagedModel, mesh: Mesh) -> tuple[str, .
     place = {name: index for index, name in enumerate(staged.names)}
     keys = dict.fromkeys(key for keys in everyone for key in keys)
     return tuple(sorted(keys, key=lambda key: place.get(key.partition(".")[0], len(place))))
+
+
+def of_all_stages(result_dtype: torch.dtype, mesh: Mesh) -> torch.dtype:
+    """The type in which losses and norms are given out: the same on all stages, whatever they hold. *Collective.*"""
+    everyone = ops.all_gather_object(result_dtype, group=mesh.group("pp"))
+    return torch.float64 if torch.float64 in everyone else result_dtype
 
 
 def named_once(model: nn.Module, stages: Stages | None) -> dict[str, nn.Parameter]:

@@ -268,6 +268,13 @@ def odd_stages() -> None:
                     lambda kinds=kinds: make(kinds), [regression(step) for step in range(2)], functional.mse_loss,
                     mb=2, stage=stage, built=built, split=(1, 1), make_optimizer=sgd,
                 )  # fmt: skip
+        with pipeline_variant(2, mb=2, split=(1, 1)) as strategy:
+            model: Any = hybrid.distributed_model(make(kinds).double(), strategy=strategy)
+            x, y = (one.double() for one in own(regression(0)))
+            result = model.train_batch((x, y), hybrid.distributed_optimizer(sgd(model)), loss_fn=functional.mse_loss)
+            evaluated = model.eval_batch((x, y), loss_fn=functional.mse_loss).loss
+            for value in (result.loss, result.grad_norm, evaluated):
+                assert value.dtype == torch.float64, f"{kinds}: of a stage that holds nothing in float64 too"
 
 
 def batch_norm_sees_each_micro_batch_once() -> None:
