@@ -86,22 +86,25 @@ def refusal(
             f"the {limits.host.num_ranks} ranks of a host share {format_bytes(most)}: {split} {format_bytes(needs)} "
             f"for them together, most of it on stage {fullest.stage} ({shown} on a rank)"
         )
-    fit: list[str] = []
+    fit: dict[str, str] = {}
     best: tuple[int, str] | None = None
     for change in _changes(memory, resolved, limits, again):
+        setting = change.words.partition(" = ")[0]
+        if setting in fit:  # its least value will do
+            continue
         try:
             tried = split_by_memory(costs, change.memory, limit_bytes=most, shared=change.shared)
         except StrategyError:  # fewer layers than chunks
             continue
         total = fullest_memory(tried.stages, change.shared)
         if tried.fits:
-            fit.append(f"{change.words} ({format_bytes(total)})")
+            fit[setting] = f"{change.words} ({format_bytes(total)})"
         elif total < needs and (best is None or total < best[0]):
             best = total, change.words
         if len(fit) == _SHOWN:
             break
     if fit:
-        said += f". Nearest: {'; or '.join(fit)}"
+        said += f". Nearest: {'; or '.join(fit.values())}"
     elif best is not None:
         total, words = best
         said += (
