@@ -13,6 +13,7 @@ from hybrid.contracts.host_kind import usual_host
 from hybrid.contracts.schedule import usual_virtual_stages
 from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.errors import PlanError
+from hybrid.planner.constraints import divisors
 from hybrid.planner.correction import corrected_job, correction_of
 from hybrid.planner.describe_model import spec_of
 from hybrid.planner.host_memory import devices_per_host
@@ -265,11 +266,17 @@ def _pipeline_contradictions(job: Job, fixed: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _nearest_divisors(number: int, wanted: int) -> str:
+    near = sorted(divisors(number), key=lambda value: (abs(value - wanted), value))[:2]
+    return " or ".join(map(str, sorted(near)))
+
+
 def contradictions(request: Request) -> list[str]:
     """Fixed values that exclude each other or the size of the world."""
     job, fixed = request.job, request.fixed
     world, batch = job.cluster.num_devices, job.global_batch_size
     problems: list[str] = []
+    is_cut_alone = fixed.get("offload") == "parameters"
     names = {"dp_shard": "shard_size"}
     replicas = [] if "dp" not in fixed else ["dp"]
     if "dp_shard" in fixed and "dp_replicate" in fixed:
@@ -293,10 +300,21 @@ def contradictions(request: Request) -> list[str]:
         shown = " × ".join(f"{names.get(name, name)} {fixed[name]}" for name in given)
         total = f" = {product}" if len(given) > 1 else ""
         what = "does not divide" if world % product else "leaves idle some of"
-        problems.append(f"{shown}{total} {what} the {world} devices of {job.cluster.name}")
+        if is_all_given:
+            way = f"the product must be {world}"
+        elif len(given) == 1:
+            way = f"{_nearest_divisors(world, product)} would do"
+        else:
+            way = f"the product must divide {world}"
+        problems.append(f"{shown}{total} {what} the {world} devices of {job.cluster.name}: {way}")
     if fixed.get("zero_stage") == 0 and fixed.get("dp_shard", 1) > 1:
         problems.append(
             f"zero_stage 0 cuts nothing, but shard_size is {fixed['dp_shard']}: give stage 1, 2 or 3, or no shard_size"
+        )
+    if fixed.get("zero_stage", 0) > 0 and fixed.get("dp_shard") == 1 and not (is_cut_alone or request.is_all):
+        problems.append(
+            f"zero_stage {fixed['zero_stage']} with shard_size 1 cuts nothing: give stage 0, or a shard_size that "
+            "divides the data-parallel ranks"
         )
     if fixed.get("zero_stage", 3) < 3 and fixed.get("offload") == "parameters":
         problems.append(
@@ -324,7 +342,6 @@ def contradictions(request: Request) -> list[str]:
             f"virtual_stages {fixed['virtual_stages']} needs schedule 'interleaved', not {fixed['schedule']!r}"
         )
     problems += _pipeline_contradictions(job, fixed)
-    is_cut_alone = fixed.get("offload") == "parameters"
     if fixed.get("zero_stage", 0) > 0 and fixed.get("dp", 2) * fixed.get("cp", 1) == 1 and not is_cut_alone:
         problems.append(f"zero_stage {fixed['zero_stage']} cuts state over dp ranks, but dp is 1: give stage 0")
     if fixed.get("sequence_parallel") and fixed.get("tp") == 1:
@@ -335,5 +352,8 @@ def contradictions(request: Request) -> list[str]:
                 problems.append(f"{name} {fixed[name]}: this version of hybrid cannot run it; with --all it is priced")
     size = fixed.get("micro_batch_size", 1) * fixed.get("num_micro_batches", 1)
     if batch % size:
-        problems.append(f"micro_batch_size × accumulate_steps = {size} does not divide the global batch {batch}")
+        near = _nearest_divisors(batch, size)
+        problems.append(
+            f"micro_batch_size × accumulate_steps = {size} does not divide the global batch {batch}: {near} would do"
+        )
     return problems

@@ -423,3 +423,25 @@ def test_every_usual_host_belongs_to_a_device_with_a_source() -> None:
         host = usual_host(device_kind(row["device"]).name, int(row["devices"]))
         assert host is not None
         assert (host.name, bool(host.source), bool(host.date)) == (row["name"], True, True)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "way"),
+    [
+        ("tp=3", "tp 3 does not divide the 8 devices of 1x8xA100: 2 or 4 would do"),
+        ("tp=2,pp=3", "= 6 does not divide the 8 devices of 1x8xA100: the product must divide 8"),
+        ("tp=2,pp=2,dp=1", "= 4 leaves idle some of the 8 devices of 1x8xA100: the product must be 8"),
+        ("micro_batch_size=3", "= 3 does not divide the global batch 16: 2 or 4 would do"),
+        ("tp=2,zero_stage=1,shard_size=1", "zero_stage 1 with shard_size 1 cuts nothing: give stage 0"),
+        ("dp=8,micro_batch_size=1,pp=1,zero_stage=2,shard_size=1", "zero_stage 2 with shard_size 1 cuts nothing"),
+    ],
+)
+def test_what_excludes_each_other_is_told_with_what_would_do(fixed: str, way: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make_request("gpt3-1.3b", "1x8xA100", global_batch_size=16, seq=1024, fixed=fixed)
+    assert way in str(caught.value)
+
+
+def test_a_batch_smaller_than_its_ranks_names_one_batch_that_would_do() -> None:
+    with pytest.raises(PlanError, match=r"or a batch of 8 \(1 layout\)"):
+        plan("gpt3-1.3b", "1x8xA100", global_batch_size=7, seq=1024, fixed="dp=8")
