@@ -88,7 +88,9 @@ class Unsharder:
         self._views: set[int] = set()  # were kept since the last step: graphs may hold views of them
         self._hold = False  # a graph of gradients was made, whose nodes no hook announces: free nothing until the step
         self._edited = 0
-        self._order: list[str] = []  # units in the order in which their forwards began, last pass
+        # Units in the order in which their forwards began, of the last pass that each was in: chunks of a pipeline have
+        # passes of their own.
+        self._orders: dict[str, list[str]] = {}
         self._this_pass: list[str] = []
         for bucket in self._buckets:
             mark_absent(bucket.parameters, self)
@@ -150,7 +152,7 @@ class Unsharder:
         if self._forward_depth > 0:
             return
         if self._this_pass:
-            self._order = self._this_pass
+            self._orders |= dict.fromkeys(self._this_pass, self._this_pass)
         self._active.clear()
         around = [self._buckets[index] for index in self._around]
         found = self._keep_views(around, output)
@@ -352,15 +354,16 @@ class Unsharder:
 
     def _expected(self, name: str) -> set[int]:
         """Buckets that the unit before this one has fetched ahead for those behind this one: no need to do so again."""
-        if name not in self._order:
+        order = self._orders.get(name)
+        if order is None:
             return set()
-        first = self._order.index(name) + 1
-        return {b.index for unit in self._order[first : first + self._prefetch - 1] for b in self._units[unit]}
+        first = order.index(name) + 1
+        return {b.index for unit in order[first : first + self._prefetch - 1] for b in self._units[unit]}
 
     def _fetch_ahead(self, name: str, *, step: int) -> None:
         """Start the gather of the units that followed (or preceded) this one in the last pass."""
-        order = self._order if step > 0 else (self._this_pass or self._order)
-        if name not in order:
+        order = self._this_pass if step < 0 and name in self._this_pass else self._orders.get(name)
+        if order is None:
             return
         place = order.index(name) if step > 0 else len(order) - 1 - order[::-1].index(name)
         for distance in range(1, self._prefetch + 1):

@@ -188,7 +188,8 @@ _WALKED["opt"] = {
     **{"word_embed_proj_dim": 128, "max_position_embeddings": 128, "vocab_size": 4099},
 }
 _ODD: dict[str, dict[str, Any]] = {
-    "short opt": {**_WALKED["opt"], "num_hidden_layers": 3, "tie_word_embeddings": False, "vocab_size": 4096}
+    "short opt": {**_WALKED["opt"], "num_hidden_layers": 3, "tie_word_embeddings": False, "vocab_size": 4096},
+    "long llama": {**_WALKED["llama"], "num_hidden_layers": 8, "vocab_size": 4096},
 }
 _WORLD_SIZE = 16_384
 _PRECISE: dict[str, Any] = {"amp": True, "amp_configs": {"dtype": "bfloat16", "level": "O2"}}
@@ -219,6 +220,13 @@ def _run_by_run(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fetched_ahead(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {
+        "sharding_configs": {**settings["sharding_configs"], "prefetch": 3},
+        "pipeline_configs": {**settings["pipeline_configs"], "virtual_stages": 2},
+    }
+
+
 def _offloaded(settings: dict[str, Any], what: str) -> dict[str, Any]:
     return settings | {"sharding_configs": {**settings["sharding_configs"], "offload": what}}
 
@@ -237,6 +245,10 @@ _WALK: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 3 x pipeline, one bucket for the last block and what is called behind the norm": (
         "opt",
         {**_layout(3, 1, 4, share=256), **_PRECISE},
+    ),
+    "stage 3 x interleaved, fetched far ahead while chunks take turns": (
+        "long llama",
+        _fetched_ahead(_layout(3, 4, 2, schedule="interleaved")),
     ),
     "stage 3 x a V, tied on one stage: one chunk borrows of the other": (
         "gpt2",
