@@ -21,7 +21,7 @@ Bounds = tuple[int, ...]
 """The first layer of each chunk, and the number of layers."""
 
 # Of the moves that should help, so many are tried before a split counts as the best.
-_TRIES = 48
+_TRIES = 40
 _POWERS = (4, 16, 64)
 _TURNS = 4
 
@@ -100,14 +100,12 @@ class Moves:
         """
         figures = self._figures
         best = bounds
-        if enough >= 0 and squares == inf:
-            found = self._settled(bounds, most=enough, cost=cost)
-            if found is not None:
-                return found
         while True:
             before = figures.fullest(best)
             best = self._descended(best, cost=cost, squares=squares, enough=enough)
             if enough >= 0:
+                if figures.fullest(best) <= enough:
+                    return best
                 return self._settled(best, most=enough, cost=cost) or best
             low, high = 0, figures.fullest(best)
             while high - low > high // 256:
