@@ -8,6 +8,7 @@ forward writes are written once (kept_buffers.py).
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
@@ -78,7 +79,8 @@ def _check_called(modules: Mapping[str, nn.Module], chosen: Sequence[str], featu
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    # Without asking the class: that of a scripted module answers with an error.
+    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module)
 
 
 def _check_known(modules: Mapping[str, nn.Module], wanted: Sequence[str], feature: str) -> None:
