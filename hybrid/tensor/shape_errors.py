@@ -71,7 +71,9 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, Any, int]]:
     """Frame, the object whose method runs in it, line; outermost first."""
     trace = error.__traceback__
     while trace is not None:
-        yield trace.tb_frame, trace.tb_frame.f_locals.get("self"), trace.tb_lineno
+        code = trace.tb_frame.f_code
+        first = code.co_varnames[0] if code.co_argcount else "self"  # whatever a method calls it
+        yield trace.tb_frame, trace.tb_frame.f_locals.get(first), trace.tb_lineno
         trace = trace.tb_next
 
 

@@ -126,14 +126,14 @@ def test_gradients_of_whole_size() -> None:
 
 
 class FixedWidth(nn.Module):
-    """Its forward reshapes by the whole width."""
+    """Its forward reshapes by the whole width, and calls itself as it likes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.gelu(self.up(x)).view(-1, 24))
+    def forward(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805
+        return this.down(functional.gelu(this.up(x)).view(-1, 24))
 
 
 def check_width() -> None:
