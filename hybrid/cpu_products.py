@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from hybrid import shims
 from hybrid.errors import LaunchError
 
-__all__ = ["VARIABLE", "add_product", "fast_product", "is_chosen", "is_wanted", "matrix_product", "no_view", "take"]
+__all__ = ["VARIABLE", "add_product", "fast_product", "is_chosen", "is_wanted", "matrix_product", "take"]
 
 VARIABLE: Final = "HYBRID_ONEDNN"  # "0": products as torch computes them; "1": by oneDNN wherever torch has it
 _WORDS: Final = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
@@ -67,19 +67,17 @@ def is_chosen() -> bool:
 
 
 def fast_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """left [..., k] @ right [k, n], and a bias [n], in memory of its own and without a graph; None: not by oneDNN."""
-    if not _takes(left, right) or (bias is not None and bias.dtype is not torch.float32):
+    """left [..., k] @ right [k, n], and a bias [n], in fresh memory and without a graph; None: not by oneDNN.
+
+    Of more than two dims it is a view.
+    """
+    if not _takes(left, right) or not (bias is None or _is_bias(bias, right.shape[1])):
         return None
     # A bias is read as if its elements lay side by side.
     result: torch.Tensor = shims.ONEDNN_PRODUCT(
         left, right.t(), None if bias is None else bias.contiguous(), "none", (), ""
     )
-    return result if left.dim() == 2 else no_view(result)
-
-
-def no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory by itself: what a function of autograd returns must be none to be written in place."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return result
 
 
 def matrix_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -106,6 +104,10 @@ def add_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *
             part.add_(piece)
 
 
+def _is_bias(bias: torch.Tensor, size: int) -> bool:
+    return bias.dtype is torch.float32 and type(bias) in _PLAIN and bias.shape == (size,)
+
+
 def _takes(left: torch.Tensor, right: torch.Tensor) -> bool:
     return (
         _State.is_chosen
@@ -115,6 +117,8 @@ def _takes(left: torch.Tensor, right: torch.Tensor) -> bool:
         and type(left) in _PLAIN
         and type(right) in _PLAIN
         and left.is_cpu
+        and left.layout is right.layout is torch.strided
+        and not (left.is_nested or right.is_nested)
         and not torch.is_grad_enabled()
         and bool(torch.backends.mkldnn.enabled)
         and torch.backends.mkldnn.matmul.fp32_precision in _EXACT  # type: ignore[attr-defined]

@@ -170,4 +170,7 @@ def _full_cache(name: str, length: int) -> str:
 
 def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = operation in KEPT_OPERATIONS or operation in COLLECTIVE_OPERATIONS
+    # The same memory again, of a linear layer without a bias: kept too, so that torch notices when it is written to,
+    # which the second forward would do once more.
+    kept = kept or (operation == shims.RESHAPED_PRODUCT and args[0].dim() == 2)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -29,6 +29,7 @@ __all__ = [
     "CPU_ATTENTION_BACKWARD",
     "GROUPED_PRODUCT",
     "ONEDNN_PRODUCT",
+    "RESHAPED_PRODUCT",
     "SCHEDULER_STEP_CALLED",
     "SCHEDULER_STEP_MARK",
     "UNSCALES_BY_ITSELF",
@@ -84,6 +85,9 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 # torch 2.13: (input, weight, bias, "none", (), "") -> input @ weight.T + bias by oneDNN, of any strides, and with no
 # gradient of its own. torch's compiler calls it; torch.nn.functional.linear takes oneDNN for other types than fp32.
 ONEDNN_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+
+# torch 2.13: the last operation of a linear layer without a bias, on more than two dims. No public name.
+RESHAPED_PRODUCT = torch.ops.aten._unsafe_view.default
 
 # torch 2.13: what torch.nn.functional.grouped_mm becomes. No public name.
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm

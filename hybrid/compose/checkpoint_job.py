@@ -316,7 +316,9 @@ def writes_first(runtime: Runtime, name: str) -> bool:
     if runtime.stages is None:
         return True
     staged = runtime.stages.staged
-    return staged.stage == min(staged.stages_of(name), default=0)
+    while name and not staged.stages_of(name):  # of what is in a unit and was not there when the model was cut
+        name = name.rpartition(".")[0]
+    return staged.stage == (min(staged.stages_of(name)) if name else 0)
 
 
 def layout_record(runtime: Runtime) -> dict[str, Any]:

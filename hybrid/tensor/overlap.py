@@ -18,7 +18,7 @@ import torch
 
 from hybrid.collectives.autograd import copy_to, gather_from, reduce_from, start_all_reduce, start_reduce_scatter
 from hybrid.collectives.group import Group
-from hybrid.cpu_products import fast_product, matrix_product, no_view
+from hybrid.cpu_products import matrix_product
 from hybrid.gradient_sinks import Sink, sink_for, write_product
 from hybrid.tensor.entry import autocast_dtype
 from hybrid.weight_gradients import PutOff, Rows, linear, weight_gradient
@@ -45,7 +45,9 @@ def overlapped_linear(
     sink = sink_for(tensor, weight) if put_off is None and dtype is None and tensor.dtype == weight.dtype else None
     options = _Options(group=group, sequence_dim=sequence_dim, is_transposed=is_transposed, put_off=put_off, sink=sink)
     weight = weight if put_off is None else weight.detach()
-    return cast(torch.Tensor, _OverlappedLinear.apply(tensor, weight, bias, options))
+    rows = cast(torch.Tensor, _OverlappedLinear.apply(tensor, weight, bias, options))
+    # A view of what the function made, so that whoever keeps that for recompute sees it being written to.
+    return rows.view(*_gathered_shape(tensor, options)[:-1], rows.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +68,12 @@ class _OverlappedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         if options.sequence_dim is not None:
             tensor = gather_from(tensor, group=options.group, dim=options.sequence_dim, partial=True)
-        ctx.options = options
+        ctx.options, ctx.shape = options, tensor.shape
         # Frozen parts: the gradient of one needs the other.
         is_trained = ctx.needs_input_grad[1] or options.put_off is not None
         ctx.save_for_backward(tensor if is_trained else None, weight if ctx.needs_input_grad[0] else None)
-        columns = weight if options.is_transposed else weight.t()
-        product = fast_product(tensor, columns, bias)
-        if product is not None:
-            return product
-        if bias is None or tensor.dim() <= 2:
-            return linear(tensor, weight, bias, is_transposed=options.is_transposed)
-        flat = torch.addmm(bias, tensor.reshape(-1, tensor.shape[-1]), columns)
-        return no_view(flat.view(*tensor.shape[:-1], columns.shape[1]))
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        return linear(rows, weight, bias, is_transposed=options.is_transposed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -89,14 +85,12 @@ class _OverlappedLinear(torch.autograd.Function):
             return (*_overlapped(ctx, gradient), None)
 
 
-def _overlapped(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _overlapped(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     options: _Options = ctx.options
     tensor, weight = ctx.saved_tensors
-    rows = gradient.reshape(-1, gradient.shape[-1])
     of_weight, of_bias, finish = None, None, None
     if ctx.needs_input_grad[0]:
-        part = _of_input(rows, weight, options)
-        part = part.view(*gradient.shape[:-1], part.shape[1])
+        part = _of_input(rows, weight, options).view(ctx.shape)
         if options.sequence_dim is None:
             finish = start_all_reduce(part, group=options.group)
         else:
@@ -113,7 +107,7 @@ def _overlapped(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, 
     return (finish() if finish is not None else None), of_weight, of_bias
 
 
-def _differentiable(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiable(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The same by operations that have gradients themselves; nothing overlaps."""
     options: _Options = ctx.options
     tensor, weight = ctx.saved_tensors
@@ -122,18 +116,22 @@ def _differentiable(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | No
             "a column-parallel layer under sequence parallel has no second derivative: it keeps the gathered input, "
             "which is no longer part of the graph. Turn sequence_parallel off for gradient penalties"
         )
-    rows = gradient.reshape(-1, gradient.shape[-1])
     of_input, of_weight, of_bias = None, None, None
     if ctx.needs_input_grad[0]:
-        part = _of_input(rows, weight, options)
-        part = part.view(*gradient.shape[:-1], part.shape[1])
-        of_input = reduce_from(part, group=options.group)
+        of_input = reduce_from(_of_input(rows, weight, options).view(ctx.shape), group=options.group)
     if ctx.needs_input_grad[1]:
         tensor = copy_to(tensor, group=options.group)
         of_weight = weight_gradient(rows, tensor, is_transposed=options.is_transposed)
     if ctx.needs_input_grad[2]:
         of_bias = rows.sum(0)
     return of_input, of_weight, of_bias
+
+
+def _gathered_shape(tensor: torch.Tensor, options: _Options) -> list[int]:
+    shape = list(tensor.shape)
+    if options.sequence_dim is not None:
+        shape[options.sequence_dim] *= options.group.size
+    return shape
 
 
 def _of_input(rows: torch.Tensor, weight: torch.Tensor, options: _Options) -> torch.Tensor:

@@ -187,8 +187,10 @@ def test_dropout_does_not_depend_on_the_stages() -> None:
 
 
 class Counted(nn.Linear):
+    stage = 0  # where it is
+
     def get_extra_state(self) -> torch.Tensor:
-        return torch.tensor(7)
+        return torch.tensor(7 + self.stage)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         self.seen = int(state)
@@ -208,12 +210,18 @@ def beside_the_layers(folder: str) -> None:
         for value in (1.0, 2.0):
             with pipeline_variant(2, mb=2) as strategy:
                 model: Any = hybrid.distributed_model(made(kind, value), strategy=strategy, sample=torch.ones(2, 4))
+                counted = {name: one for name, one in model.named_modules() if isinstance(one, Counted)}
                 if value == 1.0:
+                    for one in counted.values():
+                        one.stage = torch.distributed.get_rank()  # also where nobody calls it
                     hybrid.save_checkpoint(path, model, step=1)
                     hybrid.export_weights(model, path / "weights")
                 else:
                     hybrid.load_checkpoint(path, model)
-                    assert all(module.seen == 7 for module in model.modules() if isinstance(module, Counted))
+                    stages_of = model.hybrid_runtime.stages.staged.stages_of
+                    where = {name: one.seen - 7 for name, one in counted.items()}
+                    assert where == {name: stages_of(name)[0] for name in counted}
+                    assert torch.distributed.get_rank() in where.values()
                 assert torch.equal(model.table, torch.ones(3)), kind
 
 
