@@ -47,11 +47,14 @@ class Limits:
         stage_bytes: of a rank; None where nothing says it.
         host: of the ranks of a host together, where they compute on its CPUs.
         source: of `stage_bytes`, in words.
+        has_host_beside: whether the host has memory that is not the ranks' own, as beside GPUs; so it is taken to be
+            where no device is known.
     """
 
     stage_bytes: int | None = None
     host: HostLimit | None = None
     source: str = ""
+    has_host_beside: bool = True
 
     @property
     def num_bytes(self) -> int | None:
@@ -63,11 +66,14 @@ def limits_of(resolved: ResolvedStrategy, *, is_here: bool) -> Limits:
     """The strategy's own limit, else, for a job that will run here, what this machine has: all should have the same."""
     assert resolved.pipeline is not None
     own = resolved.pipeline.memory_limit_bytes
+    is_dry = context.is_initialized() and context.get_mesh().backend == _DRY
     if own is not None:
-        return Limits(stage_bytes=own, source=f"pipeline_configs.memory_limit_bytes = {own} ({format_bytes(own)})")
-    if not is_here:
-        return Limits()
-    if context.is_initialized() and context.get_mesh().backend == _DRY:
+        return Limits(
+            stage_bytes=own,
+            source=f"pipeline_configs.memory_limit_bytes = {own} ({format_bytes(own)})",
+            has_host_beside=not is_here or is_dry or torch.cuda.is_available(),
+        )
+    if not is_here or is_dry:
         return Limits()  # nothing will run here
     try:
         environment = read_environment()

@@ -131,7 +131,7 @@ def _changes(memory: MemoryModel, resolved: ResolvedStrategy, limits: Limits, ag
 
     def scheduled(words: str, settings: PipelineSettings, changed: ResolvedStrategy) -> Iterator[_Change]:
         try:
-            schedule = settings.order(resolved.accumulate_steps)
+            schedule = settings.order(changed.accumulate_steps)
         except StrategyError:  # not with so many micro-batches
             return
         yield _Change(words=words, memory=MemoryModel(memory.layers, state_rule(changed), schedule), shared=shared)
@@ -151,26 +151,38 @@ def _changes(memory: MemoryModel, resolved: ResolvedStrategy, limits: Limits, ag
     settings = resolved.pipeline
     if settings.schedule != "1f1b":
         plain = replace(settings, schedule="1f1b", virtual_stages=1)
-        yield from scheduled('pipeline_configs.schedule = "1f1b"', plain, resolved)
+        also = ", virtual_stages = 1" if settings.virtual_stages > 1 else ""
+        yield from scheduled(f'pipeline_configs.schedule = "1f1b"{also}', plain, resolved)
     for recompute, words in _recomputes(resolved):
         measured = again(replace(resolved, recompute=recompute), False)
         if measured is not None:
             yield _Change(words=words, memory=measured[0], shared=shared)
-    measured = again(resolved, True)
+    # Half as many samples are twice as many micro-batches, of which a schedule may keep more.
+    steps = 2 * resolved.accumulate_steps
+    measured = again(replace(resolved, accumulate_steps=steps), True)
     if measured is not None:
-        yield _Change(words=f"micro-batches of {measured[1]}", memory=measured[0], shared=shared)
+        words = f"micro-batches of {measured[1]}, accumulate_steps = {steps}"
+        yield _Change(words=words, memory=measured[0], shared=shared)
     if host is None:
-        if resolved.zero_stage and resolved.offload == "none":
+        if resolved.zero_stage and resolved.offload == "none" and limits.has_host_beside:
             yield ruled('sharding_configs.offload = "optimizer"', replace(resolved, offload="optimizer"))
-        if resolved.zero_stage == 3 and resolved.offload != "parameters":
+        if resolved.zero_stage == 3 and resolved.offload != "parameters" and limits.has_host_beside:
             yield ruled('sharding_configs.offload = "parameters"', replace(resolved, offload="parameters"))
         for times in (2, 4, 8):
             degree = settings.degree * times
             if degree * settings.virtual_stages > len(memory.layers):
                 break
-            left = ranks // times if ranks % times == 0 else 0
-            words = f"pipeline_configs.degree = {degree}" + ("" if left else f" on {resolved.world_size * times} ranks")
-            changed = replace(resolved, shard_size=min(resolved.shard_size, left or ranks))
+            words, changed = f"pipeline_configs.degree = {degree}", resolved
+            if ranks % times:
+                words += f" on {resolved.world_size * times} ranks"
+            else:  # fewer ranks get samples: each of them more micro-batches
+                left, steps = ranks // times, resolved.accumulate_steps * times
+                words += f", accumulate_steps = {steps}"
+                if resolved.shard_size > left:
+                    words += f", sharding_configs.shard_size = {left}"
+                changed = replace(resolved, accumulate_steps=steps, shard_size=min(resolved.shard_size, left))
+                if left % changed.shard_size:
+                    continue
             yield from scheduled(words, replace(settings, degree=degree), changed)
     else:
         for number in range(host.num_ranks - 1, 0, -1):

@@ -24,7 +24,7 @@ from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
 from hybrid.pipeline.attributes import Attributes, check_around
 from hybrid.pipeline.boundary import full_cache
-from hybrid.pipeline.chance import Chance
+from hybrid.pipeline.chance import Chance, python_generators
 from hybrid.pipeline.fake_call import fake_input, run_without_values
 from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.flow import Call, Flow, Place, ValueSize
@@ -32,7 +32,7 @@ from hybrid.pipeline.function_caches import fresh_caches
 from hybrid.pipeline.opaque import check_objects
 from hybrid.pipeline.operations import checkpoint_around, statistics_of, tensors_in, written_by
 from hybrid.pipeline.outline import map_with_paths, tensors_by_path
-from hybrid.pipeline.random_state import kept_generators
+from hybrid.pipeline.random_state import kept_generators, set_generators
 from hybrid.pipeline.skeleton import FakeTensorMode, fake_like, is_fake, on_cpu
 from hybrid.pipeline.unit_class import watch_calls
 from hybrid.precision.tree import map_tensors
@@ -47,6 +47,7 @@ _OnValue = Callable[[torch.Tensor, torch.Tensor], None]
 _WAY = "Write the model as a hybrid.PipelineLayer, or set pipeline_configs.degree = 1"
 # Forwards that are looked at where random numbers decide: a layer that is dropped one time in ten is dropped in one.
 _DRAWS = 16
+_CPU = torch.device("cpu")
 # Operations that want values, of which they tell none: what comes out is as large for zeros.
 _ON_ZEROS = ("_ctc_loss",)
 # Operations whose result is a number or a shape that only the values tell.
@@ -97,6 +98,7 @@ class Following:
         args, kwargs = (map_tensors(value, on_cpu) for value in (args, kwargs))
         try:
             with kept_generators(), fresh_caches(self.skeleton):
+                set_generators(_DRAWS, _CPU)  # every rank sees the same forward
                 flow = self._run(args, kwargs, is_training=training[""])
                 if self._chance_decides:
                     self._check_chance(flow, args, kwargs, is_training=training[""])
@@ -111,7 +113,7 @@ class Following:
     def _check_chance(self, flow: Flow, args: Any, kwargs: Any, *, is_training: bool) -> None:
         """Raises ModelError: with other random numbers the forward calls other units."""
         for seed in range(_DRAWS):
-            torch.manual_seed(seed)
+            set_generators(seed, _CPU)
             again = self._run(args, kwargs, is_training=is_training)
             if [call.unit for call in again.calls] != [call.unit for call in flow.calls]:
                 raise ModelError(
@@ -127,6 +129,7 @@ class Following:
         state.inputs = {shims.memory_of(tensor) for tensor in tensors_by_path(args, kwargs).values()}
         gradients = torch.enable_grad() if is_training else torch.no_grad()
         attributes.begin()
+        generators = python_generators()
         try:
             with gradients, state, slow_paths():
                 output = self.skeleton(*args, **kwargs)
@@ -141,7 +144,7 @@ class Following:
             ) from error
         finally:
             self._state = None
-            self._chance_decides = state.chance.decides
+            self._chance_decides = state.chance.decides or python_generators() != generators
             attributes.end()
         written = attributes.changed_around() & attributes.buffers_around()
         if written:

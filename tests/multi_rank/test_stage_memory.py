@@ -275,7 +275,10 @@ def test_recompute_precision_and_tensor_parallel_need_less() -> None:
 
 def changed(words: str, wanted: Any, sample: Any, world: int) -> tuple[Any, Any, int]:
     """(strategy, sample, ranks) after what a refusal proposes."""
-    name, _, value = words.partition(" (")[0].partition(" = ")
+    first, *others = words.partition(" (")[0].split(", ")
+    for other in (one for one in others if " = " in one):  # accumulate_steps, shard_size
+        wanted, sample, world = changed(other, wanted, sample, world)
+    name, _, value = first.partition(" = ")
     value, _, ranks = value.partition(" on ")
     if name == "recompute":
         wanted.recompute = True
@@ -285,9 +288,9 @@ def changed(words: str, wanted: Any, sample: Any, world: int) -> tuple[Any, Any,
     elif name.startswith("sharding"):
         wanted.sharding = True
         key = name.rpartition(".")[2] if "." in name else "stage"
-        wanted.sharding_configs = {**wanted.sharding_configs, key: int(value) if value.isdigit() else value.strip('"')}
+        setattr(wanted.sharding_configs, key, int(value) if value.isdigit() else value.strip('"'))
     elif name == "pipeline_configs.memory_limit_bytes":
-        wanted.pipeline_configs = {**wanted.pipeline_configs, "memory_limit_bytes": int(value.partition(",")[0])}
+        wanted.pipeline_configs = {**wanted.pipeline_configs, "memory_limit_bytes": int(value)}
     else:
         key = name.removeprefix("pipeline_configs.")
         wanted.pipeline_configs = {**wanted.pipeline_configs, key: int(value) if value.isdigit() else value.strip('"')}
