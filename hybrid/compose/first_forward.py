@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from hybrid import shims
+from hybrid.collectives import ops
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.tensor_parallel import Planned
 from hybrid.contracts.tensor_plan import TensorPlan
@@ -96,6 +98,8 @@ class FirstForward:
         watcher = FirstForward(planned.plan, cuts, mesh=mesh)
         if kept.plain is not None:
             watcher._verify_all(model, kept.plain)
+        if kept.kinds:
+            watcher._agree_on(kept.kinds)
         for kind in kept.kinds:
             watcher._verify_one_of(model, kind, in_programs)
 
@@ -130,6 +134,16 @@ class FirstForward:
         handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
     # -- one block of each kind ----------------------------------------------------------------------------------
+
+    def _agree_on(self, kinds: Sequence[BlockKind]) -> None:
+        """What one tp rank cannot compare (only that one holds a lock, say), none does. *Collective* over tp."""
+        reasons = {kind.fqns: kind.reason if kind.structure is None else None for kind in kinds}
+        everyone = ops.all_gather_object(reasons, group=self._cuts.group)
+        for kind in kinds:
+            for rank, theirs in zip(self._cuts.group.ranks, everyone, strict=True):
+                reason = theirs.get(kind.fqns, "is told apart from others in another way")
+                if kind.structure is not None and reason is not None:
+                    kind.structure, kind.reason = None, f"{reason} on rank {rank}"
 
     def _verify_one_of(self, model: nn.Module, kind: BlockKind, in_programs: Sequence[str]) -> None:
         """Compare the first block of a kind that is called."""
@@ -176,14 +190,18 @@ class _KindWatch:
         modules = dict(model.named_modules(remove_duplicate=False))
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or shims.in_backward():
+            if _is_no_call_of_its_own():
                 return
             bring_all((args, kwargs))  # parameters of the model that it hands to its blocks
-            if not _is_real((args, kwargs)):
+            of_others = _types_of_others((args, kwargs))
+            if any(_has_no_values(kind) for kind in of_others):
                 return
             if self._found is not None:
                 raise self._found  # whoever goes on all the same would train another model
             try:
+                if of_others:
+                    names_of_types = ", ".join(sorted(kind.__name__ for kind in of_others))
+                    raise NotComparable(f"is called with tensors of a class of their own ({names_of_types})")
                 names = {id(parameter): name for name, parameter in model.named_parameters()}
                 self._check.run(fqn, module, args, kwargs, first_names=names)
             except NotComparable as error:
@@ -195,7 +213,9 @@ class _KindWatch:
             self._remove()
 
         def passed_by(module: nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling() or shims.in_backward() or self._found is not None or not _is_real(args):
+            if _is_no_call_of_its_own() or self._found is not None:
+                return
+            if any(_has_no_values(kind) for kind in _types_of_others(args)):
                 return
             self._kind.reason = "is not called itself, but something in it"
             warn(fqn, self._kind)
@@ -213,13 +233,24 @@ class _KindWatch:
         self._handles.clear()
 
 
-def _is_real(batch: Any) -> bool:
-    """Whether this is a call with values, not one to see shapes."""
-    kinds: list[type] = []
+def _is_no_call_of_its_own() -> bool:
+    """Recorded by a compiler, run again in backward, or under a transform of torch.func."""
+    return torch.compiler.is_compiling() or shims.in_backward() or shims.in_function_transform()
+
+
+def _types_of_others(batch: Any) -> set[type]:
+    """Classes of the tensors that are neither torch.Tensor nor a parameter."""
+    kinds: set[type] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        kinds.append(type(tensor))
+        kinds.add(type(tensor))
         return tensor
 
-    map_tensors(batch, note)
-    return set(kinds) <= {torch.Tensor, nn.Parameter}
+    with suppress(Exception):  # a container that cannot be made again: the check says so
+        map_tensors(batch, note)
+    return kinds - {torch.Tensor, nn.Parameter}
+
+
+def _has_no_values(kind: type) -> bool:
+    """Whether tensors of this class are there to see shapes, or to be brought: what comes later may have values."""
+    return kind.__module__.startswith(("torch._subclasses.", "torch._functorch.", "torch.fx.", "hybrid."))

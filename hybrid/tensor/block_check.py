@@ -26,6 +26,7 @@ from hybrid.tensor.cuts import TensorCuts
 from hybrid.tensor.even_noise import even_noise
 from hybrid.tensor.isolation import run_apart
 from hybrid.tensor.linear import check_sequence
+from hybrid.tensor.real_references import real_reference
 from hybrid.tensor.rewrite import sequence_dims
 from hybrid.tensor.self_check import NotComparable, SelfCheck
 
@@ -36,7 +37,7 @@ def structure_of(block: nn.Module, model: nn.Module) -> nn.Module:
     """A copy of a module of `model`, which is not cut yet, without values and without hooks.
 
     Raises:
-        NotComparable: it cannot be copied.
+        NotComparable: it cannot be copied, or the copy would call the model itself.
     """
     for name, module in block.named_modules():
         own = vars(module).get("forward")
@@ -54,6 +55,9 @@ def structure_of(block: nn.Module, model: nn.Module) -> nn.Module:
         structure = copy.deepcopy(block, stand_ins)
     except Exception as error:
         raise NotComparable(f"cannot be copied ({type(error).__name__}: {error})") from error
+    shared = real_reference(structure, model)
+    if shared is not None:
+        raise NotComparable(f"cannot be copied (a copy still refers to the model itself: {shared})")
     for module in structure.modules():
         shims.drop_hooks(module)
     return structure
@@ -106,7 +110,11 @@ class BlockCheck:
     def _run(
         self, fqn: str, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cuts: TensorCuts
     ) -> Comparison:
-        activation = activation_of(args, kwargs)
+        try:
+            activation = activation_of(args, kwargs)
+        except Exception as error:
+            # Alike on all ranks, before anything collective.
+            raise NotComparable(f"is called with what cannot be copied ({type(error).__name__}: {error})") from error
         if activation is None:
             raise NotComparable("is called without an activation")
         structure = self._filled_everywhere(block, activation.device)

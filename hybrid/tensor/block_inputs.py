@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +35,7 @@ def activation_of(args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 class BlockInputs:
-    """One call of a block on this rank.
+    """One call of a block on this rank. *Collective* over tp.
 
     Args:
         args, kwargs: as its first own hook gets them.
@@ -42,6 +43,9 @@ class BlockInputs:
         group: the tp ranks.
         part_dim: dim along which the activation is cut; None: it is whole.
         is_sequence_first: the samples do not lie in dim 0.
+
+    Raises:
+        NotComparable: these cannot be taken apart, here or on another rank.
     """
 
     def __init__(
@@ -58,12 +62,68 @@ class BlockInputs:
         self._group = group
         self._part_dim = part_dim
         self._activation = activation
-        self._tensors = _tensors(self._batch)
         shape = activation.shape
         self._samples = None if is_sequence_first or len(shape) < 2 or shape[0] <= MOST_SAMPLES else shape[0]
         if len(shape) == 2 and part_dim is not None:
             self._samples = None  # tokens, of which this rank has some
         self._length = self._long_length(shape) if len(shape) > 2 and not is_sequence_first else None
+        self._tensors: list[torch.Tensor] = []
+        failure: Exception | None = None
+        pointed = (False, False)
+        try:
+            self._tensors = _tensors(self._batch)
+            map_tensors(self._batch, lambda tensor: tensor)
+            pointed = self._pointed_at()
+        except Exception as error:
+            failure = error
+        everyone = ops.all_gather_object((failure is None, *pointed), group=group)
+        if not all(is_fine for is_fine, *_ in everyone):
+            if isinstance(failure, NotComparable):
+                raise failure
+            what = "an error on another rank" if failure is None else f"{type(failure).__name__}: {failure}"
+            raise NotComparable(f"is called with what cannot be copied ({what})")
+        if any(samples for _, samples, _ in everyone):
+            self._samples = None
+        if any(length for _, _, length in everyone):
+            self._length = None
+
+    def _pointed_at(self) -> tuple[bool, bool]:
+        """Whether integers among the arguments (offsets, indices) point to samples or positions that would be cut off.
+
+        Out of bounds, an index is an error on a CPU; on a GPU it may end the process.
+        """
+        numbers = [
+            tensor
+            for tensor in self._tensors
+            if tensor.numel()
+            and tensor.dtype is not torch.bool
+            and not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+        ]
+        shape = self._activation.shape
+        wholes = 1 if self._part_dim is None else self._group.size
+        positions = shape[-2] * wholes if len(shape) > 2 else 0
+        samples, length, short = self._samples, self._length, self._short
+        rows = fewer = math.prod(shape[:-1]) * wholes  # of all samples, one after the other
+        if samples is not None:
+            fewer = fewer // samples * MOST_SAMPLES
+        if length is not None:
+            fewer = fewer // length * short
+        samples_pointed = length_pointed = False
+        for tensor in numbers:
+            if length is not None:
+                largest = int(self._piece(tensor, small=True).max())
+                length_pointed |= short <= largest <= length or fewer <= largest <= rows
+            if samples is not None:
+                largest = int((tensor[:MOST_SAMPLES] if tensor.dim() and tensor.shape[0] == samples else tensor).max())
+                # A number per position, and none too large for one: it counts positions, and no samples.
+                is_position = tensor.dim() > 0 and tensor.shape[-1] == positions and largest < positions
+                is_pointer = MOST_SAMPLES <= largest <= samples or fewer <= largest <= rows
+                samples_pointed |= is_pointer and not is_position
+        return samples_pointed, length_pointed
+
+    @property
+    def _short(self) -> int:
+        return max(1, _SHORT // self._group.size) * self._group.size
 
     def _long_length(self, shape: torch.Size) -> int | None:
         """Of whole sequences, if they can be shortened: no other size may be the same number."""
@@ -102,7 +162,7 @@ class BlockInputs:
             tensor = tensor[:MOST_SAMPLES]
         if self._length is not None:
             degree = self._group.size
-            short = max(1, _SHORT // degree) * degree
+            short = self._short
             for dim, size in enumerate(tensor.shape):
                 if size == self._length:
                     tensor = tensor.narrow(dim, 0, short)

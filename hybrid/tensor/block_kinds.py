@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
@@ -73,7 +74,11 @@ def _signature(fqn: str, block: nn.Module, plan: TensorPlan) -> Iterator[Hashabl
             name,
             type(module),
             tuple((key, tuple(parameter.shape)) for key, parameter in module.named_parameters(recurse=False)),
-            tuple((key, value) for key, value in sorted(vars(module).items()) if type(value) in (bool, str)),
+            tuple(
+                (key, re.sub(r"\d+", "", value) if isinstance(value, str) else value)
+                for key, value in sorted(vars(module).items())
+                if type(value) in (bool, str)
+            ),
             tuple(sorted(plan.attributes.get(inner, {}).items())),
             None if rule is None else (rule.describe(), rule.style, rule.parts, rule.in_blocks),
             inner in plan.gather_at,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import torch
 from hybrid.collectives import trace
 from hybrid.weight_gradients import splitting
 
-__all__ = ["run_apart"]
+__all__ = ["forget_values", "run_apart"]
 
 _Result = TypeVar("_Result")
 
@@ -43,14 +44,28 @@ def run_apart(work: Callable[[], _Result]) -> _Result:
         except BaseException as error:
             failure.append(error)
 
-    thread = threading.Thread(target=run, name="hybrid-apart")
+    thread = threading.Thread(target=run, name="hybrid-apart", daemon=True)
     thread.start()
     thread.join()
+    if failure:
+        forget_values(failure[0])
     if stream is not None:
         torch.cuda.empty_cache()
     if failure:
-        raise failure[0]
+        raise failure.pop()  # a reference from here would keep the error, and it this frame
     return outcome[0]
+
+
+def forget_values(error: BaseException) -> None:
+    """Free what the frames in the traceback of an error hold, which have come to their end, and keep its lines."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += (one.__cause__, one.__context__)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from hybrid.tensor.attention import disable_fast_paths
 from hybrid.tensor.comparison import Comparison, compare, recordings_differ
 from hybrid.tensor.cuts import TensorCuts
 from hybrid.tensor.differing import sequence_hint, told
-from hybrid.tensor.isolation import run_apart
+from hybrid.tensor.isolation import forget_values, run_apart
 from hybrid.tensor.recording import Recording, differentiate, record, scalar_of
 from hybrid.tensor.rewrite import adopt_modules, cut_parameters
 from hybrid.tensor.shape_errors import explain_shape_error
@@ -84,6 +84,8 @@ class SelfCheck:
 
     def compared(self, batch: Any) -> Comparison:
         """As `run`, in this thread, whatever is switched on in it."""
+        if any(parameter.is_complex() for parameter in self.plain.parameters()):
+            raise NotComparable("has complex parameters, which are not compared")
         self.plain.eval()
         disable_fast_paths(self.plain)  # they call no module, and with frozen weights they are taken
         _disturb_constants(self.plain)
@@ -105,12 +107,12 @@ class SelfCheck:
         for dtype, samples, small in self._attempts(batch):
             plain = cut = cut_model = None
             try:
-                self.plain.to(dtype)
+                _cast(self.plain, dtype)
                 cut_model = copy.deepcopy(self.plain)
                 plain = _recorded(self.plain, small, dtype)
             except Exception as error:
                 # Two samples may be too few, or double precision not available: the batch as it is comes last.
-                failure = failure or error
+                failure = failure or _without_values(error)
             if not self._everywhere(plain is not None) or plain is None or cut_model is None:
                 continue
             try:
@@ -119,9 +121,9 @@ class SelfCheck:
                 cut = _recorded(cut_model, small, dtype)
             except Exception as error:
                 if _is_about_memory(error):
-                    failure = failure or error
+                    failure = failure or _without_values(error)
                 else:
-                    cut_failure = cut_failure or _explained(cut_model, self.plan, error)
+                    cut_failure = cut_failure or _without_values(_explained(cut_model, self.plan, error))
             if not self._everywhere(cut is not None) or cut is None:
                 continue  # a part of the batch may not share out evenly
             in_backward = self._differentiated(plain, cut, cut_model)
@@ -133,6 +135,7 @@ class SelfCheck:
                 again = _recorded(self.plain, small, dtype, seed=1)
                 if not self._everywhere(not recordings_differ(plain, again)):
                     raise NotComparable("draws random numbers in eval mode, too")
+            failure = cut_failure = None  # their tracebacks lead here, and from here to the copies
             return comparison
         if cut_failure is not None:
             raise self._raised(cut_failure)
@@ -185,6 +188,31 @@ class SelfCheck:
         except Exception as error:
             return error
         return None
+
+
+def _without_values(error: Exception) -> Exception:
+    """Another attempt needs the memory."""
+    forget_values(error)
+    return error
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """`Module.to` would make complex buffers real."""
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if buffer.is_complex()
+    ]
+    for module, name, _ in buffers:
+        setattr(module, name, None)
+    try:
+        model.to(dtype)
+    finally:
+        as_complex = torch.complex128 if dtype is torch.float64 else torch.complex64
+        cast = {id(buffer): buffer.to(as_complex) for _, _, buffer in buffers}  # one that is shared stays one
+        for module, name, buffer in buffers:
+            setattr(module, name, cast[id(buffer)])
 
 
 def _is_about_memory(error: Exception) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from typing import Any
@@ -99,6 +100,29 @@ class Held(Block):
     def __init__(self) -> None:
         super().__init__(Attention, Mlp)
         self.handle = Handle()
+
+
+class HeldByOne(Block):
+    """On one rank only, as what writes a log."""
+
+    def __init__(self) -> None:
+        super().__init__(Attention, Mlp)
+        self.handle = Handle() if os.environ["RANK"] == "1" else None
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Marking(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).as_subclass(Marked)
+
+
+def marked() -> nn.Module:
+    model = Gpt()
+    model.wte = Marking(VOCABULARY, D)
+    return model
 
 
 class Places(nn.TransformerEncoderLayer):
@@ -209,6 +233,8 @@ def left_alone() -> dict[str, tuple[Any, Any]]:
         "switched-off": lambda: gpt(Inside("mean"), Inside("mean")),
         "draws": lambda: gpt(*(Block(Attention, Drawing) for _ in range(2))),
         "no-copy": lambda: gpt(Held(), Held()),
+        "no-copy-on-one": lambda: gpt(HeldByOne(), HeldByOne()),
+        "own-class": marked,
     }
     found = {}
     for name, make in makers.items():
@@ -223,7 +249,13 @@ def test_what_cannot_be_compared_trains_with_a_warning() -> None:
     """`verify: False` trains without a word; a block that may well be right is told about, once, and left alone."""
     for rank, found in enumerate(run_ranks(left_alone, 2)):
         assert found["switched-off"][0][1] == []
-        for name, words in {"draws": "draws random numbers in eval mode", "no-copy": "cannot be copied"}.items():
+        reasons = {
+            "draws": "draws random numbers in eval mode",
+            "no-copy": "cannot be copied",
+            "no-copy-on-one": "a handle cannot be copied) on rank 1",
+            "own-class": "tensors of a class of their own (Marked)",
+        }
+        for name, words in reasons.items():
             (without, silent), (numbers, told) = found[name]
             assert numbers == without, name
             assert silent == []
