@@ -17,7 +17,9 @@ from hybrid.planner.options import bases, least_memory, shapes
 from hybrid.planner.request import Request
 from hybrid.planner.stages import stage_ranges
 
-__all__ = ["Bound", "Entry", "Group", "Rejection", "Tally", "first_problem", "queue_of"]
+__all__ = ["Bound", "Entry", "Group", "Rejection", "Tally", "first_problem", "place_of", "queue_of"]
+
+Place = tuple[int, bool, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +93,10 @@ class Group:
     """Bases that differ in the micro-batch and in what is recomputed, those that keep the rules; and which of them do
     not fit.
 
-    Among those that cut the model in the same places and have several micro-batches, or one, a larger micro-batch keeps
-    more, and so does one that recomputes less. The number of micro-batches in flight depends on the batch only where
-    there are fewer of them than stages.
+    Among those at one place (`place_of`) a larger micro-batch needs no less, and neither does recomputing less than
+    everything; of those that recompute something else than everything none speaks for another: with sequence
+    parallelism `selective` keeps more than `none`. Where backward is split, what waits between its halves depends on
+    the policy as well, and no base speaks for another.
 
     Args:
         leanest: that which recomputes most, with the smallest micro-batch.
@@ -101,9 +104,10 @@ class Group:
 
     def __init__(self, leanest: Candidate) -> None:
         self.leanest = leanest
+        self._speaks = leanest.recompute == "full" and not schedule_splits_backward(leanest.schedule)
         self._is_possible: bool | None = None
         self._has_fitting: bool | None = None
-        self._failing: dict[tuple[int, bool], list[tuple[int, int, float]]] = {}
+        self._failing: dict[Place, list[tuple[Recompute, int, float]]] = {}
 
     def failing_bytes(
         self, job: Job, base: Candidate, least_bytes: Callable[[Candidate], float | None]
@@ -115,13 +119,13 @@ class Group:
             base: of the group.
             least_bytes: of a base that does not fit; None for one that may.
         """
-        place = self.place(job, base)
+        place = place_of(job, base)
         known = self._known(base, place)
-        if known is None and self._has_fitting is None:
-            held = self._test(self.leanest, self.place(job, self.leanest), least_bytes)
+        if known is None and self._speaks and self._has_fitting is None:
+            held = self._test(self.leanest, place_of(job, self.leanest), least_bytes)
             self._has_fitting = held is None
             known = self._known(base, place)
-        if known is None and not self._has_fitting:  # mostly all fail
+        if known is None and self._speaks and not self._has_fitting:  # mostly all fail
             leaner = replace(base, recompute=self.leanest.recompute)
             self._has_fitting = self._test(leaner, place, least_bytes) is None
             known = self._known(base, place)
@@ -133,28 +137,33 @@ class Group:
             self._is_possible = least_memory(request, self.leanest) is not None
         return self._is_possible
 
-    def place(self, job: Job, base: Candidate) -> tuple[int, bool]:
-        """Those of the group that have the same are compared."""
-        return id(stage_ranges(job, base)), base.num_micro_batches == 1
-
-    def _known(self, base: Candidate, place: tuple[int, bool]) -> float | None:
+    def _known(self, base: Candidate, place: Place) -> float | None:
         failing = self._failing.get(place)
         if failing is None:
             return None
-        size, policy = base.micro_batch_size, _KEEPS[base.recompute]
-        return max((held for leaner, least, held in failing if size >= least and policy >= leaner), default=None)
+        speaking = (base.recompute, "full") if self._speaks else (base.recompute,)
+        return max(
+            (held for policy, size, held in failing if base.micro_batch_size >= size and policy in speaking),
+            default=None,
+        )
 
-    def _test(
-        self, base: Candidate, place: tuple[int, bool], least_bytes: Callable[[Candidate], float | None]
-    ) -> float | None:
+    def _test(self, base: Candidate, place: Place, least_bytes: Callable[[Candidate], float | None]) -> float | None:
         held = least_bytes(base)
         if held is not None:
-            self._failing.setdefault(place, []).append((_KEEPS[base.recompute], base.micro_batch_size, held))
+            self._failing.setdefault(place, []).append((base.recompute, base.micro_batch_size, held))
         return held
 
 
-# How much of a forward stays for backward, in order.
-_KEEPS: dict[Recompute, int] = {"full": 0, "selective": 1, "core_attention": 2, "none": 3}
+def place_of(job: Job, base: Candidate) -> Place:
+    """Of bases that are alike but for the micro-batch and the policy, those with the same place are compared: they cut
+    the model in the same places, and have several micro-batches, or one.
+
+    The number of micro-batches in flight depends on the batch only where there are fewer of them than stages. Not so
+    with gpipe, where all are, and where backward is split: what waits for the second halves is less where micro-batches
+    are few. There the size counts as well.
+    """
+    is_alone = base.schedule == "gpipe" or schedule_splits_backward(base.schedule)
+    return id(stage_ranges(job, base)), base.num_micro_batches == 1, base.micro_batch_size if is_alone else 0
 
 
 def queue_of(request: Request, tally: Tally) -> tuple[int, list[Entry]]:

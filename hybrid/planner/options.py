@@ -58,9 +58,9 @@ def shapes(request: Request) -> Iterator[Candidate]:
 
 
 def bases(request: Request, shape: Candidate) -> Iterator[list[Candidate]]:
-    """For each way to run a micro-batch: the candidates of ascending micro-batch, so that a search may stop.
+    """For each way to run a micro-batch: the candidates of ascending micro-batch.
 
-    Within one list only the micro-batch grows: what does not fit at one size fits at no larger one.
+    Within one list only the micro-batch grows.
     """
     fixed, batch = request.fixed, request.job.global_batch_size
     if batch % shape.dp:

@@ -21,7 +21,8 @@ from math import inf
 from operator import itemgetter
 from typing import Literal
 
-from hybrid.planner.base_queue import Bound, Entry, Rejection, Tally, first_problem, queue_of
+from hybrid.contracts.schedule_choice import schedule_splits_backward
+from hybrid.planner.base_queue import Bound, Entry, Rejection, Tally, first_problem, place_of, queue_of
 from hybrid.planner.constraints import batch_problems, shape_problems
 from hybrid.planner.cost import StepTime, least_base_seconds, least_step_seconds, step_time
 from hybrid.planner.job import Candidate
@@ -188,7 +189,7 @@ class _Search:
         if held is None:
             return True
         self.tally.add("memory", lambda: _too_large_base(self.request, base))
-        alike = (id(entry.group), base.recompute, *entry.group.place(self.job, base))
+        alike = (id(entry.group), base.recompute, *place_of(self.job, base))
         self._failing.setdefault(alike, []).append((base.micro_batch_size, held, base))
         return False
 
@@ -361,26 +362,39 @@ def _too_large(candidate: Candidate, fit: Fit) -> str:
 
 def anything_fits(request: Request) -> bool:
     """As `search(request).found` says, without times: of the layouts that differ in micro-batch and recompute alone it
-    is enough to look at that which keeps least."""
+    is enough to look at those that keep least (see `Group`)."""
     room = Room(request)
     for shape in shapes(request):
         wrong = shape_problems(request.job, shape, is_tp_given="tp" in request.fixed, is_all=request.is_all)
         if any(wrong) or request.job.global_batch_size % shape.dp:
             continue
         for grown in bases(request, shape):
-            if grown[0].recompute != request.fixed.get("recompute", "full"):
+            is_leanest = grown[0].recompute == request.fixed.get("recompute", "full")
+            if not is_leanest and not schedule_splits_backward(grown[0].schedule):
                 continue
-            base = next((base for base in grown if first_problem(request, base) is None), None)
-            if base is None:
-                continue
-            least = least_memory(request, base)
-            if least is None or worst_bytes(request.job, least) > room.most_bytes(least):
-                continue
-            if host_fits(request, least):
-                return True
-            others = (one for one in state_options(request, base) if host_fits(request, one))
-            if any(worst_bytes(request.job, one) <= room.most_bytes(one) for one in others):
-                return True
+            seen = set()
+            for base in grown:
+                place = place_of(request.job, base)
+                if place in seen or first_problem(request, base) is not None:
+                    continue
+                seen.add(place)
+                if _any_option_fits(request, base, room):
+                    return True
+    return False
+
+
+def _any_option_fits(request: Request, base: Candidate, room: Room) -> bool:
+    first = least_memory(request, base)
+    if first is None:
+        return False
+    most = room.most_bytes(first)
+    if least_bytes(request.job, first, enough=most) > most:
+        return False
+    least_of = least_bytes_of(request.job, base)
+    for option in state_options(request, base):
+        most = room.most_bytes(option)
+        if least_of(option) <= most and worst_bytes(request.job, option) <= most and host_fits(request, option):
+            return True
     return False
 
 
