@@ -16,14 +16,16 @@ class HostKind:
 
     Args:
         name: of the machine.
-        memory_bytes: of its processors, as installed.
+        memory_bytes: of its processors, the least that is published: decimal units where the source has them.
         source: of the figure; with `date` of the look-up.
+        notes: what the figure leaves open; may be empty.
     """
 
     name: str
     memory_bytes: int
     source: str
     date: str
+    notes: str = ""
 
 
 def usual_host(device: str, num_devices: int) -> HostKind | None:
@@ -40,6 +42,7 @@ def _hosts() -> dict[tuple[str, int], HostKind]:
             memory_bytes=int(row["memory_gibibytes"]) * 2**30,
             source=row["source"],
             date=row["date"],
+            notes=row["notes"],
         )
         for row in csv.DictReader(text.splitlines())
     }

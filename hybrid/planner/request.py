@@ -100,10 +100,8 @@ class Request:
             return "how much memory a host has is not known; --host-memory (host_memory_bytes) says it"
         words = f"{self.host_memory_bytes / 1e9:.1f} GB"
         if self.host is not None:
-            words += (
-                f", assumed, as in a {self.host.name} ({self.host.source}, {self.host.date}); --host-memory "
-                "(host_memory_bytes) says otherwise"
-            )
+            said = ", ".join(filter(None, (self.host.source, self.host.date, self.host.notes)))
+            words += f", assumed, as in a {self.host.name} ({said}); --host-memory (host_memory_bytes) says otherwise"
         return words
 
 

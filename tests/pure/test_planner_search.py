@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
-from importlib import resources
 from itertools import chain
 
 import pytest
 
 from hybrid.contracts.cluster import parse_cluster
-from hybrid.contracts.device_kind import device_kind
-from hybrid.contracts.host_kind import usual_host
 from hybrid.errors import PlanError, StrategyError
 from hybrid.planner.base_queue import Group
 from hybrid.planner.constraints import problems_of
@@ -395,34 +391,6 @@ def test_only_layouts_that_are_cut_alike_are_known_to_fail_by_one_that_fails() -
     assert group.failing_bytes(job, elsewhere, least_bytes) == 1e12
     assert asked == [leanest, elsewhere]
     assert group.failing_bytes(job, replace(leanest, micro_batch_size=8, num_micro_batches=1), least_bytes) is None
-
-
-def test_a_usual_machine_has_the_memory_of_its_data_sheet() -> None:
-    """13B with offload keeps 18 bytes a parameter in the host: more than the 150 GB given, less than a DGX has. What a
-    node of four has, nobody can know."""
-    usual = make_request("llama2-13b", "1x8xA100-40GB", global_batch_size=8, seq=512, fixed="offload=parameters")
-    assert usual.host is not None
-    assert usual.host.name == "DGX A100 320GB"
-    assert usual.host_memory_bytes == 2**40
-    given = make_request("llama2-13b", "1x8xA100-40GB", global_batch_size=8, seq=512, host_memory_bytes=150e9)
-    assert (given.host_memory_bytes, given.host) == (150e9, None)
-    assert make_request("llama2-13b", "1x4xA100-40GB", global_batch_size=8, seq=512).host_memory_bytes is None
-    plans = plan("llama2-13b", "1x8xA100-40GB", global_batch_size=8, seq=512, fixed="offload=parameters", num_plans=1)
-    assert any("1099.5 GB, assumed, as in a DGX A100 320GB" in note for note in plans.advice.notes)
-    assert plans.to_dict()["cluster"]["assumed_host"] == "DGX A100 320GB"
-    with pytest.raises(PlanError, match=r"which has 1099\.5 GB, assumed, as in a DGX A100 320GB .*--host-memory"):
-        plan("llama3-70b", "1x8xA100-40GB", global_batch_size=8, seq=512, fixed="offload=parameters", num_plans=1)
-
-
-def test_every_usual_host_belongs_to_a_device_with_a_source() -> None:
-    rows = list(
-        csv.DictReader(resources.files("hybrid.contracts").joinpath("data", "hosts.csv").read_text().splitlines())
-    )
-    assert len({(row["device"], row["devices"]) for row in rows}) == len(rows) > 10
-    for row in rows:
-        host = usual_host(device_kind(row["device"]).name, int(row["devices"]))
-        assert host is not None
-        assert (host.name, bool(host.source), bool(host.date)) == (row["name"], True, True)
 
 
 @pytest.mark.parametrize(
