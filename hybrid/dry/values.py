@@ -273,7 +273,7 @@ def _look(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return value
 
     if func is shims.GROUPED_PRODUCT.default:
-        return _grouped(*args[:3])
+        return _grouped(*args, **kwargs)
     placed = tuple(map(on_meta, args))
     moved = {name: on_meta(value) for name, value in kwargs.items()}
     if moved.get("device") is not None:
@@ -298,18 +298,24 @@ def _look(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return plan(func(*placed, **moved))
 
 
-def _grouped(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None) -> _New:
+def _grouped(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> _New:
     """Torch 2.13 knows what comes of a grouped product on the meta device in bfloat16 only.
 
     Forward [tokens, k] x [groups, k, n], the gradient of its weights [k, tokens] x [tokens, n]: one for each group.
     """
     shape = (*left.shape[:-1], right.shape[-1])
     if left.dim() == right.dim() == 2:
-        assert offsets is not None
-        shape = (offsets.shape[0], *shape)
+        assert offs is not None
+        shape = (offs.shape[0], *shape)
     elif left.dim() == 3 and right.dim() == 2:
         shape = shape[1:]
-    return _New(shape, torch.empty(shape, device="meta").stride(), left.dtype, False)
+    return _New(shape, torch.empty(shape, device="meta").stride(), out_dtype or left.dtype, False)
 
 
 def _reader(names: Mapping[int, str]) -> str | None:

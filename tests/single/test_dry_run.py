@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import hybrid
+from hybrid.dry.values import Untouched
 from hybrid.errors import BatchError, HybridError, ModelError, PlanError, StrategyError
 from tests.tensor_gpt import GPT, GPT_PLAN
 
@@ -186,6 +188,15 @@ def test_a_mixture_of_experts_runs_in_fp32(amp: dict[str, Any]) -> None:
     assert one.bytes_by_point["after_step"]["optimizer_state"] > 0
     assert one.differences == ()
     assert len(one.comparison) >= 5
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, torch.bfloat16), (torch.float32, torch.float32)])
+def test_a_grouped_product_has_the_type_that_is_asked_for(given: torch.dtype | None, wanted: torch.dtype) -> None:
+    """What is counted for it would be half of what a device has that gives it in fp32."""
+    left, right = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(4, 16, 32, dtype=torch.bfloat16)
+    with Untouched():
+        made = functional.grouped_mm(left, right, offs=torch.tensor([3, 5, 8, 8], dtype=torch.int32), out_dtype=given)
+    assert (made.shape, made.dtype) == ((8, 32), wanted)
 
 
 @pytest.mark.parametrize(
