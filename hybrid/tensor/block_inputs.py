@@ -93,7 +93,7 @@ class BlockInputs:
         Out of bounds, an index is an error on a CPU; on a GPU it may end the process.
         """
         numbers = [
-            tensor
+            tensor.long()  # some unsigned types have no maximum
             for tensor in self._tensors
             if tensor.numel()
             and tensor.dtype is not torch.bool

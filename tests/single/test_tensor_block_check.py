@@ -114,7 +114,7 @@ def test_containers_that_cannot_be_made_again_are_a_reason(other: Any) -> None:
         ((1, 1024, D), torch.tensor([0, 500, 1024]), (1, 1024, D)),  # offsets
         ((1024, D), torch.tensor([0, 500, 1024]), (1024, D)),
         ((4, 1024, D), torch.tensor([0, 1024, 4096]), (4, 1024, D)),  # of all samples in a row
-        ((6, 4, D), torch.tensor([5, 0, 3]), (6, 4, D)),  # samples in another order
+        ((6, 4, D), torch.tensor([5, 0, 3], dtype=torch.uint32), (6, 4, D)),  # samples in another order
         ((6, 1024, D), torch.arange(1024), (2, 256, D)),  # positions
         ((64, 16, D), torch.arange(16)[None], (2, 16, D)),
         ((6, 1024, D), torch.ones(6, 1024, dtype=torch.int64), (2, 256, D)),  # a mask
