@@ -12,6 +12,8 @@ first chunks only. Where there are too many, the best split is what `split_moves
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -227,15 +229,13 @@ class _Search:
         if most == inf or figures.shared:
             return lows, highs
         for chunk in range(num_chunks):
-            stop = highs[chunk] + 1
-            while stop < highs[chunk + 1] and self._alone(chunk, highs[chunk], stop + 1) <= most:
-                stop += 1
-            highs[chunk + 1] = min(highs[chunk + 1], stop)
+            longer = range(highs[chunk] + 2, highs[chunk + 1] + 1)
+            fit = bisect(longer, most, key=functools.partial(self._alone, chunk, highs[chunk]))
+            highs[chunk + 1] = min(highs[chunk + 1], highs[chunk] + 1 + fit)
         for chunk in range(num_chunks - 1, 0, -1):
-            start = lows[chunk + 1] - 1
-            while start > lows[chunk] and self._alone(chunk, start - 1, lows[chunk + 1]) <= most:
-                start -= 1
-            lows[chunk] = max(lows[chunk], start)
+            longer = range(lows[chunk + 1] - 2, lows[chunk] - 1, -1)
+            fit = bisect(longer, most, key=functools.partial(self._alone, chunk, stop=lows[chunk + 1]))
+            lows[chunk] = max(lows[chunk], lows[chunk + 1] - 1 - fit)
         return lows, highs
 
     def _alone(self, chunk: int, start: int, stop: int) -> int:

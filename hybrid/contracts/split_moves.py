@@ -9,7 +9,7 @@ numbers are whole: every rank finds the same split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -166,17 +166,21 @@ class Moves:
     def even(self, bounds: Bounds, *, cost: float, most: float) -> Bounds:
         """More even, within what chunks may cost and memories hold."""
         figures = self._figures
-        value = figures.evenness(bounds)
         while True:
+            handed = _Handed(figures, bounds, cost)
             better = []
             for giver, taker in self._pairs(bounds, range(len(bounds) - 1)):
-                moved = _move(bounds, giver, taker)
-                if (after := figures.evenness(moved)) < value and figures.costliest(moved) <= cost:
-                    better.append((after, moved))
+                change = handed.evenness(giver, taker)
+                if change < (0, 0) and handed.is_within(giver, taker):
+                    better.append((change, giver, taker))
             better.sort()
-            for after, moved in better[:_TRIES]:
+            if len(better) > _TRIES:  # and those that are as even as the last one
+                last = better[_TRIES - 1][0]
+                better = [one for one in better if one[0] <= last]
+            splits = sorted((change, _move(bounds, giver, taker)) for change, giver, taker in better)
+            for _, moved in splits[:_TRIES]:
                 if figures.fullest(moved) <= most:
-                    bounds, value = moved, after
+                    bounds = moved
                     break
             else:
                 return bounds
@@ -203,11 +207,11 @@ class Moves:
             if score < 0:
                 found.append((score, giver, taker))
         found.sort()
+        handed = _Handed(figures, bounds, cost)
         tried = 0
         for _, giver, taker in found:
-            moved = _move(bounds, giver, taker)
-            if figures.costliest(moved) <= cost:
-                yield moved
+            if handed.is_within(giver, taker):
+                yield _move(bounds, giver, taker)
                 tried += 1
                 if tried == _TRIES:
                     return
@@ -240,6 +244,57 @@ class Moves:
                     changes[at] = figures.total(stage, now) - totals[stage]
             found.append((changes[0], changes[1], changes[2], changes[3]))
         return found
+
+
+class _Handed:
+    """What changes when a chunk hands a layer on to another one: those between stay as long, each a layer further.
+
+    Pairs of chunks are many, so what each chunk has to say is added up from the first chunk on, once for all of them.
+    In lists of two the first is for layers that go to an earlier chunk, the second for those that go to a later one.
+
+    Args:
+        figures, bounds: of the split.
+        cost: that a chunk may have.
+    """
+
+    def __init__(self, figures: SplitFigures, bounds: Bounds, cost: float) -> None:
+        sums, chunks = figures.sums, list(pairwise(bounds))
+        now = figures.costs(bounds)
+        self._lengths = [stop - start for start, stop in chunks]
+        self._over = _added(value > cost for value in now)
+        self._gives: list[list[tuple[int, bool]]] = []
+        self._takes: list[list[tuple[int, bool]]] = []
+        self._shifts: list[tuple[list[int], list[int]]] = []
+        for less, more in (((1, 0), (0, 1)), ((0, -1), (-1, 0))):
+            gives, takes, shifts = (
+                [sums[min(stop + right, figures.num_layers)] - sums[max(start + left, 0)] for start, stop in chunks]
+                for left, right in (less, more, (less[0] + more[0], less[1] + more[1]))
+            )
+            for changed, kept in ((gives, self._gives), (takes, self._takes)):
+                kept.append([(a * a - b * b, a > cost) for a, b in zip(changed, now, strict=True)])
+            squares = _added(a * a - b * b for a, b in zip(shifts, now, strict=True))
+            self._shifts.append((squares, _added(value > cost for value in shifts)))
+
+    def evenness(self, giver: int, taker: int) -> tuple[int, int]:
+        """What `SplitFigures.evenness` is more by."""
+        later = taker > giver
+        low, high = (giver, taker) if later else (taker, giver)
+        between = self._shifts[later][0]
+        squares = self._gives[later][giver][0] + self._takes[later][taker][0] + between[high] - between[low + 1]
+        return squares, 2 * (self._lengths[taker] - self._lengths[giver] + 1)
+
+    def is_within(self, giver: int, taker: int) -> bool:
+        """Whether no chunk costs too much then."""
+        later = taker > giver
+        if self._gives[later][giver][1] or self._takes[later][taker][1]:
+            return False
+        low, high = (giver, taker) if later else (taker, giver)
+        between, over = self._shifts[later][1], self._over
+        return between[high] == between[low + 1] and not over[low] and over[-1] == over[high + 1]
+
+
+def _added(values: Iterable[int]) -> list[int]:
+    return list(accumulate(values, initial=0))
 
 
 def _move(bounds: Bounds, giver: int, taker: int) -> Bounds:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import pytest
 
-from hybrid.contracts import memory_split
+from hybrid.contracts import memory_split, split_moves
 from hybrid.contracts.memory_split import fullest_memory, split_by_memory
 from hybrid.contracts.schedule import make_schedule
+from hybrid.contracts.split_moves import SplitFigures
 from hybrid.contracts.stage_memory import HeldParameter, LayerBytes, MemoryModel, StateRule, moments
 from hybrid.contracts.stage_split import split_by_costs
 from hybrid.errors import StrategyError
@@ -194,3 +195,22 @@ def test_moves_alone_come_near(monkeypatch: pytest.MonkeyPatch, seed: int) -> No
         return max(sum(costs[index] for index in chunk) for chunk in chunks)
 
     assert cost(found.chunks) <= min(cost(chunks) for chunks in splits if peaks[chunks] <= limit) * 1.1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_move_changes_is_what_the_moved_split_has(seed: int) -> None:
+    """For every pair of chunks: added up from what each chunk changes, against the whole split."""
+    draw = random.Random(seed)
+    costs = [draw.randint(1, 9) for _ in range(16)]
+    schedule = make_schedule("interleaved", num_stages=3, num_micro_batches=6, virtual_stages=2)
+    figures = SplitFigures(costs, MemoryModel([LayerBytes()] * 16, StateRule(), schedule))
+    bounds = (0, *sorted(draw.sample(range(1, 16), 5)), 16)
+    before = figures.evenness(bounds)
+    for cost in sorted({*figures.costs(bounds), figures.costliest(bounds) + 4}):
+        handed = split_moves._Handed(figures, bounds, cost)
+        for giver, taker in permutations(range(6), 2):
+            if bounds[giver + 1] - bounds[giver] > 1:
+                moved = split_moves._move(bounds, giver, taker)
+                after = figures.evenness(moved)
+                assert handed.evenness(giver, taker) == (after[0] - before[0], after[1] - before[1])
+                assert handed.is_within(giver, taker) == (figures.costliest(moved) <= cost)
