@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from hybrid import shims
 from hybrid.errors import LaunchError
 
-__all__ = ["VARIABLE", "add_product", "fast_product", "is_chosen", "is_wanted", "matrix_product", "take"]
+__all__ = ["VARIABLE", "add_product", "fast_product", "is_wanted", "matrix_product", "take"]
 
 VARIABLE: Final = "HYBRID_ONEDNN"  # "0": products as torch computes them; "1": by oneDNN wherever torch has it
 _WORDS: Final = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
@@ -59,11 +59,6 @@ def is_wanted() -> bool:
 def take(chosen: bool) -> None:
     """From now on products go to oneDNN, or do not; to be decided alike on all ranks."""
     _State.is_chosen = chosen
-
-
-def is_chosen() -> bool:
-    """Whether products go to oneDNN."""
-    return _State.is_chosen
 
 
 def fast_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:

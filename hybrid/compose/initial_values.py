@@ -18,6 +18,7 @@ from torch import nn
 from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.errors import ModelError
+from hybrid.materialize.buffers import replace_buffers
 from hybrid.materialize.initialise import initialise, meta_attributes
 from hybrid.materialize.writing import Target
 from hybrid.mesh import Mesh
@@ -210,13 +211,7 @@ def materialise(
             )
     with _random_state(mesh, order) as first_seed, _failing_together(mesh):
         initialise(model, targets, order=order, seed=first_seed if seed is None else seed)
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if id(buffer) in found:
-                setattr(module, name, found[id(buffer)])
-        for name, value in list(vars(module).items()):
-            if id(value) in found:  # a second, plain name for a buffer
-                setattr(module, name, found[id(value)])
+    replace_buffers(model, found)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import nn
 from hybrid import shims
 from hybrid.collectives import ops
 from hybrid.contracts.tensor_plan import TensorPlan
+from hybrid.materialize.buffers import replace_buffers
 from hybrid.precision.tree import map_tensors
 from hybrid.tensor.block_inputs import BlockInputs, activation_of
 from hybrid.tensor.comparison import INPUT, OTHER_INPUTS, Comparison
@@ -178,14 +179,7 @@ class BlockCheck:
             for name, buffer in structure.named_buffers(remove_duplicate=False)
             if buffer.is_meta and name in buffers
         ]
-        values = {id(buffer): buffers[name].detach().clone() for name, buffer in missing}
-        for module in structure.modules():
-            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                if id(buffer) in values:
-                    setattr(module, name, values[id(buffer)])
-            for name, value in list(vars(module).items()):
-                if id(value) in values:  # a second, plain name for a buffer
-                    setattr(module, name, values[id(value)])
+        replace_buffers(structure, {id(buffer): buffers[name].detach().clone() for name, buffer in missing})
         return structure
 
 
