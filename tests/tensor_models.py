@@ -206,7 +206,8 @@ class LowRank(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low: torch.Tensor = self.lora_A["default"](self.lora_dropout["default"](x))
-        out: torch.Tensor = self.base_layer(x) + 2.0 * self.lora_B["default"](low)
+        # A factor that is not one, and not so large that norms of later steps hang on the rounding of the first.
+        out: torch.Tensor = self.base_layer(x) + 0.5 * self.lora_B["default"](low)
         return out
 
 
