@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid import cpu_products
-from hybrid.collectives.autograd import forget_groups
-from hybrid.collectives.channel import forget_channels
 from hybrid.collectives.group import Group
-from hybrid.collectives.handle import forget_calls
 from hybrid.collectives.ops import all_gather_object
+from hybrid.collectives.process_groups import end_default_group, end_unused_groups, make_process_group
 from hybrid.collectives.rendezvous import open_store
 from hybrid.collectives.shared_memory import Neighbour, forget_arena, introduction, is_wanted, neighbours
 from hybrid.contracts.layout import Layout, axis_name
@@ -88,22 +86,40 @@ class Mesh:
                 continue
             for ranks in self.layout.groups(axes):
                 if len(ranks) > 1 and ranks not in self._process_groups:
-                    self._process_groups[ranks] = dist.new_group(
-                        ranks, timeout=timedelta(seconds=self.timeout_seconds), backend=self.backend
-                    )
+                    self._process_groups[ranks] = self._new_process_group(ranks, self.backend)
             order = {name: place for place, name in enumerate(self.layout.axis_names)}
             label = "+".join(sorted(key, key=lambda axis: order.get(axis_name(axis), -1)))
             self._groups[key] = self._make_group(self.group_ranks(*axes), label)
 
-    def another_group(self, *axes: str, label: str, on_host: bool = False) -> Group:
-        """A group over `axes` with a process group of its own (on the host: gloo). All ranks call this alike."""
+    def another_group(self, *axes: str, label: str, on_host: bool = False, of_model: object | None = None) -> Group:
+        """A group over `axes` with a process group of its own (on the host: gloo). All ranks call this alike.
+
+        Args:
+            of_model: what it is made for, if that may be gone before the mesh is.
+        """
         made: dist.ProcessGroup | None = None
         backend = "gloo" if on_host else self.backend
         for ranks in self.layout.groups(axes):
             if len(ranks) > 1:
-                group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_seconds), backend=backend)
+                group = self._new_process_group(ranks, backend, of_model=of_model)
                 made = group if self.rank in ranks else made
         return self._group_of(made, self.group_ranks(*axes), label, backend)
+
+    def end_unused_groups(self) -> None:
+        """Those made for models that are gone on all ranks. All ranks call this alike."""
+        if self.world_size > 1:
+            end_unused_groups(self.world, of_models=True)
+
+    def _new_process_group(
+        self, ranks: tuple[int, ...], backend: str, *, of_model: object | None = None
+    ) -> dist.ProcessGroup | None:
+        return make_process_group(
+            ranks,
+            backend=backend,
+            timeout_seconds=self.timeout_seconds,
+            user=self if of_model is None else of_model,
+            of_model=of_model is not None,
+        )
 
     def host_world(self) -> Group:
         """All ranks, on the host and apart from all other traffic: for work beside the training. All call it alike."""
@@ -167,7 +183,7 @@ def start_process_group(
     process group that somebody started already is taken as it is. A process that runs alone is a world of one.
     """
     if dist.is_initialized():
-        _compare_agreement(agreement, timeout_seconds=timeout_seconds)
+        _join_running(agreement, timeout_seconds=timeout_seconds)
         return environment
     is_wanted()
     cpu_products.is_wanted()
@@ -199,8 +215,8 @@ def start_process_group(
     return environment
 
 
-def _compare_agreement(agreement: str, *, timeout_seconds: float) -> None:
-    """The check of the digests where the group was started by somebody else, without our check-in."""
+def _join_running(agreement: str, *, timeout_seconds: float) -> None:
+    """Where somebody else started the group, without our check-in: compare digests, end what earlier jobs left."""
     everyone = tuple(range(dist.get_world_size()))
     world = Group(
         process_group=dist.group.WORLD if len(everyone) > 1 else None,
@@ -217,6 +233,7 @@ def _compare_agreement(agreement: str, *, timeout_seconds: float) -> None:
             for digest in dict.fromkeys(digests)
         )
         raise LaunchError(f"the strategies differ: {said}; expected the same strategy on all processes")
+    end_unused_groups(world)
 
 
 def _backend() -> str:
@@ -231,8 +248,5 @@ def running_world_size() -> int | None:
 def stop_process_group() -> None:
     """Leave the default process group and all groups made from it."""
     if dist.is_initialized():
-        dist.destroy_process_group()
-        forget_calls()
-        forget_groups()
-        forget_channels()
+        end_default_group()
         forget_arena()

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from hybrid.collectives import ops
 from hybrid.collectives.group import Group
@@ -56,9 +57,11 @@ def _number(group: Group) -> int:
     return group.number
 
 
-def forget_groups() -> None:
-    """Let go of all groups: their process groups are gone, and graphs that send over them cannot be used any more."""
-    _groups.clear()
+def forget_groups(ended: Collection[dist.ProcessGroup] | None = None) -> None:
+    """Let go of groups, or of all: their process groups are gone, and graphs that send over them cannot be used."""
+    gone = [number for number, group in _groups.items() if ended is None or group.process_group in ended]
+    for number in gone:
+        del _groups[number]
 
 
 def split_sizes(size: int, num_parts: int) -> list[int]:

@@ -7,6 +7,7 @@ cores a small all-reduce takes 0.06 ms this way and 4 ms with receives posted at
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -55,9 +56,10 @@ def channel_of(process_group: dist.ProcessGroup) -> Channel:
     return channel
 
 
-def forget_channels() -> None:
-    """Let go of all channels, and with them of the process groups that are gone."""
-    _channels.clear()
+def forget_channels(ended: Collection[dist.ProcessGroup] | None = None) -> None:
+    """Let go of channels, or of all, and with them of the process groups that are gone."""
+    for process_group in list(_channels) if ended is None else ended:
+        _channels.pop(process_group, None)
 
 
 def send(tensor: torch.Tensor, process_group: dist.ProcessGroup, peer: int, tag: int) -> dist.Work:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Protocol
+
+import torch.distributed as dist
 
 from hybrid.collectives import trace
 from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
@@ -31,6 +34,13 @@ def forget_calls() -> None:
     """Let go of buffers in flight and of the history: the process groups that they belong to are gone."""
     _in_flight.clear()
     HISTORY.clear()
+
+
+def forget_history_of(ended: Collection[dist.ProcessGroup]) -> None:
+    """Let go of these process groups in the history; of calls on them that nobody waited for, the buffers stay."""
+    kept = [call for call in HISTORY if call.group.process_group not in ended]
+    HISTORY.clear()
+    HISTORY.extend(kept)
 
 
 class Handle:

@@ -78,9 +78,13 @@ def distributed_model(
         LaunchError: the processes could not meet.
         ModelError: a model that cannot be trained this way; the message names the parameter.
     """
-    engines = [runtime.engine for runtime in context.runtimes()]
     plan = plan_model(
-        model, context.foresee(strategy), wrapper=DistributedModel, init=init, sample=sample, engines=engines
+        model,
+        context.foresee(strategy),
+        wrapper=DistributedModel,
+        init=init,
+        sample=sample,
+        engines=[runtime.engine for runtime in context.runtimes()],  # no name: it would keep models that are gone
     )
     planned, planned_stages, is_whole = plan.tensor, plan.stages, plan.is_whole
     scope = context.ensure(strategy)

@@ -241,11 +241,15 @@ def _transport(staged: StagedModel | OwnForwardModel, mesh: Mesh) -> Transport:
     # other to come to the same place.
     needs_both = mesh.backend != "gloo" and any((target, source) in cuts for source, target in cuts if source != target)
 
+    mesh.end_unused_groups()
+
     def lane(way: str) -> Lane:
-        data = mesh.another_group("pp", label=f"pp_{way}")
+        data = mesh.another_group("pp", label=f"pp_{way}", of_model=staged)
         if mesh.backend == "gloo":
             return Lane(data=data, headers=data)
-        return Lane(data=data, headers=mesh.another_group("pp", label=f"{data.axis}_headers", on_host=True))
+        return Lane(
+            data=data, headers=mesh.another_group("pp", label=f"{data.axis}_headers", on_host=True, of_model=staged)
+        )
 
     lanes = []
     for way in ("forward", "backward"):

@@ -49,8 +49,11 @@ class DryMesh(Mesh):
                 label = "+".join(sorted(key, key=lambda axis: order.get(axis_name(axis), -1)))
                 self._groups[key] = self._alone(self.group_ranks(*axes), label)
 
-    def another_group(self, *axes: str, label: str, on_host: bool = False) -> Group:
+    def another_group(self, *axes: str, label: str, on_host: bool = False, of_model: object | None = None) -> Group:
         return self._alone(self.group_ranks(*axes), label)
+
+    def end_unused_groups(self) -> None:
+        """A dry run makes none."""
 
     def group_sizes(self) -> dict[str, int]:
         """Label of each group of this rank, as in traces -> its ranks."""
