@@ -16,14 +16,11 @@ from hybrid.contracts.measurements import Measurements
 from hybrid.errors import PlanError
 from hybrid.launch.environment import read_environment
 from hybrid.launch.job import LaunchJob
-from hybrid.launch.machine import this_machine
+from hybrid.launch.machine import problem_of_ranks, this_machine
 from hybrid.launch.run import run_job
-from hybrid.units import format_bytes
 
 __all__ = ["calibrate", "check_out", "checked_ranks"]
 
-_LEAST_RANK_BYTES = 200 * 2**20
-"""Of a process with torch, before it measures."""
 Progress = Callable[[int, int, str], None]
 """(measurements done, all of them, what is measured now)"""
 
@@ -84,13 +81,8 @@ def checked_ranks(ranks: int | None) -> int:
     accelerators = num_accelerators()
     if accelerators and number > accelerators:
         raise PlanError(f"ranks = {number}: this machine has {accelerators} accelerator(s), one for each rank")
-    memory_bytes = this_machine().memory_bytes
-    most = max(1, int(memory_bytes // _LEAST_RANK_BYTES))
-    if number > most:
-        raise PlanError(
-            f"ranks = {number}: each takes more than {format_bytes(_LEAST_RANK_BYTES)}, and of memory "
-            f"{format_bytes(memory_bytes)} are free here; at most {most}"
-        )
+    if too_many := problem_of_ranks("ranks", number):
+        raise PlanError(too_many)
     return number
 
 

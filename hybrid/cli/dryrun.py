@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -27,6 +28,7 @@ __all__ = ["dryrun"]
 _MOST_PARAMETERS = 24
 _MOST_ACTIONS = 24
 _FILE_WIDTH = 160
+_SECONDS_BETWEEN_LINES = 15.0
 
 
 def dryrun(
@@ -156,8 +158,12 @@ def _refuse(error: HybridError, *, json_output: bool) -> None:
 
 @contextmanager
 def _progress(is_shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A spinner on a terminal; elsewhere a line now and then, for what takes long."""
     console = Console(stderr=True)
-    if not is_shown or not console.is_terminal:
+    if not console.is_terminal:
+        yield _told_seldom()
+        return
+    if not is_shown:
         yield None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -168,6 +174,18 @@ def _progress(is_shown: bool) -> Iterator[Callable[[int, int], None] | None]:
             bar.update(task, description=f"{done} of {max(done, total)} ranks")
 
         yield tell
+
+
+def _told_seldom() -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if done < total and time.monotonic() - last > _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            typer.echo(f"hybrid dryrun: {done} of {total} ranks", err=True)
+
+    return tell
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

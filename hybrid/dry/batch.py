@@ -11,7 +11,7 @@ import torch
 from hybrid.errors import BatchError
 from hybrid.precision.tree import map_tensors
 
-__all__ = ["Batch", "make_batch", "stand_in_loss"]
+__all__ = ["Batch", "make_batch", "sample_length", "stand_in_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,12 @@ def make_batch(sample: Any, *, micro_batch_size: int | None, accumulate_steps: i
     total = size * accumulate_steps
     tokens = (seq or length) if length is not None and not first.is_floating_point() else 1
     return Batch(sample=zeros(size), data=(zeros(total), torch.zeros(total)), micro_batch_size=size, seq=tokens)
+
+
+def sample_length(sample: Any) -> int | None:
+    """Tokens of a sample: the second size of the first tensor; None where it has none."""
+    first = next((tensor for tensor in _tensors(sample) if tensor.dim() > 0), None)
+    return first.shape[1] if first is not None and first.dim() > 1 else None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

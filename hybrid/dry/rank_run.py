@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +23,7 @@ from hybrid.compose.optimizer import distributed_optimizer
 from hybrid.compose.own_forward import inputs_and_labels
 from hybrid.compose.runtime import Runtime
 from hybrid.compose.tensor_parallel import plan_for
+from hybrid.contracts.partition import BucketPartition
 from hybrid.dry.batch import Batch, stand_in_loss
 from hybrid.dry.counting import StepWatch, state_bytes
 from hybrid.dry.crossings import Crossings, find_crossings
@@ -51,6 +54,7 @@ class DryJob:
         make_optimizer: parameters -> an ordinary optimizer.
         notes: what was left out.
         crossings: what crosses the cuts of a pipeline, by the coordinate on the axes that it depends on.
+        has_signatures: whether `shard_signatures` are wanted, which look at every place of the shard group.
     """
 
     strategy: DistributedStrategy
@@ -60,6 +64,7 @@ class DryJob:
     make_optimizer: MakeOptimizer
     notes: tuple[str, ...] = ()
     crossings: dict[int, Crossings] = field(default_factory=dict)
+    has_signatures: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,7 @@ class RankRun:
     parameter_dtype: of the model as it was built.
     seq: tokens of a sample, the second size of the first tensor of the sample; 1 where it has none.
     micro_batch_size: samples of a micro-batch.
-    shard_signatures: by place in the shard group; places with equal ones hold as much.
+    shard_signatures: by place in the shard group; places with equal ones hold as much. Empty where nobody asked.
     """
 
     found: RankDryRun
@@ -177,7 +182,7 @@ def _run(job: DryJob, mesh: DryMesh) -> RankRun:
             parameter_dtype=dtype,
             seq=batch.seq,
             micro_batch_size=batch.micro_batch_size,
-            shard_signatures=tuple(_shard_signatures(runtime, mesh)),
+            shard_signatures=tuple(_shard_signatures(runtime, mesh)) if job.has_signatures else (),
         )
 
 
@@ -248,13 +253,39 @@ def _local_sizes(runtime: Runtime, mesh: DryMesh) -> tuple[tuple[int, ...], ...]
 
 def _shard_signatures(runtime: Runtime, mesh: DryMesh) -> Iterator[tuple[int, ...]]:
     """Of each place in the shard group: trained elements that it updates, and into how many slices they fall."""
+    sums: dict[int, tuple[list[int], list[int]]] = {}  # by the number of shards: of each, elements and slices
+    for bucket in runtime.engine.buckets:
+        partition = bucket.partition
+        shards = partition.num_shards
+        elements, slices = sums.setdefault(shards, ([0] * (shards + 1), [0] * (shards + 1)))
+        _add_steps(partition, elements, slices)
+    counted = {shards: tuple(tuple(accumulate(steps)) for steps in both) for shards, both in sums.items()}
     for place in range(mesh.degree("dp_shard")):
-        elements = slices = 0
-        for bucket in runtime.engine.buckets:
-            parts = bucket.partition.slices(place % bucket.partition.num_shards)
-            elements += sum(part.num_elements for part in parts)
-            slices += len(parts)
-        yield elements, slices
+        found = [(elements[place % shards], slices[place % shards]) for shards, (elements, slices) in counted.items()]
+        yield sum(elements for elements, _ in found), sum(slices for _, slices in found)
+
+
+def _add_steps(partition: BucketPartition, elements: list[int], slices: list[int]) -> None:
+    """Add by how much each shard has more of a bucket than the shard before it."""
+
+    def add(steps: list[int], first: int, last: int, value: int) -> None:
+        steps[first] += value
+        steps[last + 1] -= value
+
+    bounds = partition.bounds
+    for entry in partition.entries:
+        begin, end = entry.offset_elements, entry.offset_elements + entry.num_elements
+        if begin == end:
+            continue
+        first, last = bisect_right(bounds, begin) - 1, bisect_left(bounds, end) - 1
+        add(slices, first, last, 1)
+        if first == last:
+            add(elements, first, first, end - begin)
+            continue
+        add(elements, first, first, bounds[first + 1] - begin)
+        add(elements, last, last, end - bounds[last])
+        if last > first + 1:  # such shards are all of one size
+            add(elements, first + 1, last - 1, bounds[first + 2] - bounds[first + 1])
 
 
 def _parameters(runtime: Runtime) -> Iterator[LocalParameter]:

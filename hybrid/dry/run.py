@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 
 from hybrid.compose.own_forward import keeping_plans
-from hybrid.dry.batch import make_batch
+from hybrid.dry.batch import make_batch, sample_length
 from hybrid.dry.comparison import compare, job_of, with_comparison
 from hybrid.dry.models import DryModel, dry_model
 from hybrid.dry.rank_run import DryJob, RankRun, passing, run_rank
 from hybrid.dry.result import DryRun, RankDryRun
-from hybrid.errors import StrategyError
+from hybrid.errors import HybridError, ModelError, StrategyError
 from hybrid.planner.job import OptimizerSpec
 from hybrid.planner.request_reading import OPTIMIZERS
 from hybrid.strategy import DistributedStrategy, ResolvedStrategy
@@ -36,6 +37,7 @@ _OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
 )
 OPTIMIZER_NAMES = tuple(_OPTIMIZERS)
 _MOST_DISTINCT = 256
+_MOST_PROCESSES = 1 << 20
 
 
 def dryrun(
@@ -74,6 +76,11 @@ def dryrun(
         PlanError: no model of that name.
         HybridError: this process is in a job already.
     """
+    if isinstance(world_size, int) and world_size > _MOST_PROCESSES:
+        raise StrategyError(
+            f"world_size = {world_size:,}: a dry run takes at most {_MOST_PROCESSES:,} processes, for it lists all "
+            "that are in a group with the rank; fewer replicas change neither shapes nor state: a smaller world_size"
+        )
     resolved, notes = _without_values(strategy.resolve(world_size))
     if all_distinct and ranks is not None:
         raise StrategyError("all_distinct chooses the ranks, and ranks names others: leave one of them out")
@@ -99,8 +106,9 @@ def dryrun(
         ),
         make_optimizer=make_optimizer,
         notes=(*described.notes, *notes),
+        has_signatures=all_distinct,
     )
-    with keeping_plans():
+    with keeping_plans(), _of_another_length(described):
         if all_distinct:
             runs, alike = _distinct(job, progress)
         else:
@@ -118,6 +126,21 @@ def dryrun(
         ranks=tuple(_compared(run, described, resolved, spec) for run in runs),
         alike=alike,
     )
+
+
+@contextmanager
+def _of_another_length(described: DryModel) -> Iterator[None]:
+    """What torch says inside of a model that is given more tokens than it was made for tells nobody what to change."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if described.seq is None or isinstance(error, HybridError):
+            raise
+        own = sample_length(described.make()[1])
+        raise ModelError(
+            f"seq = {described.seq}: {described.name} fails with samples of that length, its own have {own} "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); leave seq out, or give what the model takes"
+        ) from error
 
 
 def _without_values(resolved: ResolvedStrategy) -> tuple[ResolvedStrategy, tuple[str, ...]]:

@@ -18,9 +18,11 @@ A number that comes of tensors without values is 0; a model or a loss function t
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybrid import shims
 from hybrid.collectives.autograd import IMPLEMENTATIONS
+from hybrid.dry.addresses import is_refusal, too_large, untouched
 from hybrid.errors import ModelError
 
 __all__ = ["Untouched", "has_values", "without_values"]
@@ -125,6 +128,10 @@ class Untouched(shims.TorchDispatchMode):
         if traits.is_view:
             return func(*args, **kwargs)
         valued = all(map(has_values, tensors))
+        if traits.name == "embedding":
+            self._check_rows(*tensors[:2])
+        if valued and _is_large(tensors) and self._is_too_large(func, traits, args, kwargs):
+            return self._imagine(func, traits, args, kwargs, tensors)
         if valued or traits.name in _DECIDING:
             doubtful = bool(self._doubtful) and self._is_doubtful(tensors)
             if traits.name in _DECIDING and (doubtful or not valued):
@@ -137,14 +144,31 @@ class Untouched(shims.TorchDispatchMode):
 
     def _from_nothing(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _EMPTY:
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                if is_refusal(error):
+                    raise too_large(math.prod(func(*args, **{**kwargs, "device": "meta"}).shape), error) from None
+                raise
         try:
             like = func(*args, **{**kwargs, "device": torch.device("meta")})
         except (TypeError, RuntimeError, NotImplementedError):  # takes no device
             return func(*args, **kwargs)
         if not isinstance(like, torch.Tensor) or has_values(like):
             return func(*args, **kwargs)
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        return untouched(like.shape, like.stride(), like.dtype)
+
+    def _check_rows(self, table: torch.Tensor, rows: torch.Tensor) -> None:
+        """Refuse a row that an embedding has not: nothing is looked up here, so nothing else would."""
+        if not has_values(rows) or not rows.numel() or self._is_doubtful([rows]):
+            return
+        least, most = int(rows.min()), int(rows.max())
+        if least < 0 or most >= table.shape[0]:
+            where = _reader(self.names) or "the model"
+            raise ModelError(
+                f"{where} asks for row {most if least >= 0 else least} of an embedding that has {table.shape[0]}: a "
+                "sample has more tokens than there are positions, or an id beyond the vocabulary; give a shorter one"
+            )
 
     # -- what would come of it --------------------------------------------------------------------------------------
 
@@ -160,9 +184,22 @@ class Untouched(shims.TorchDispatchMode):
                 self._doubt([tensor])
         return self._made(self._known[key], tensors)
 
+    def _is_too_large(self, func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether what comes of tensors with values has none itself, as a mask of very many tokens."""
+        if traits.writes:
+            return False
+        key = (func, _key(args), _key(tuple(kwargs.items())))
+        if key not in self._known:
+            try:
+                self._known[key] = _look(func, traits.name, args, kwargs)
+            except (TypeError, RuntimeError, NotImplementedError):  # values decide its shape
+                return False
+        plan = self._known[key]
+        return type(plan) is _New and not plan.is_number
+
     def _made(self, plan: Any, tensors: list[torch.Tensor]) -> Any:
         if type(plan) is _New:
-            made = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype)
+            made = untouched(plan.shape, plan.strides, plan.dtype)
             if plan.is_number:
                 made.fill_(plan.value)
                 self._doubt([made])
@@ -207,6 +244,14 @@ class Untouched(shims.TorchDispatchMode):
         if name == "equal":
             return True
         return func(*args, **kwargs)
+
+
+def _is_large(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether what these are broadcast to has more elements than one with values may have."""
+    if len(tensors) < 2:
+        return False
+    sizes = zip_longest(*(reversed(tensor.shape) for tensor in tensors), fillvalue=1)
+    return math.prod(map(max, sizes)) > _MOST_INTEGERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybrid.errors import LaunchError, StrategyError
+from hybrid.launch.machine import problem_of_ranks
 from hybrid.launch.script import ScriptCommand
 from hybrid.launch.variables import (
     LOG_DIR_VARIABLE,
@@ -96,6 +97,8 @@ class LaunchJob:
         problems = []
         if self.num_processes < 1:
             problems.append(f"--nproc is {self.num_processes}; expected 1 or more")
+        elif too_many := problem_of_ranks("--nproc", self.num_processes):
+            problems.append(too_many + " (more machines: --nnodes)")
         if self.num_nodes < 1:
             problems.append(f"--nnodes is {self.num_nodes}; expected 1 or more")
         if self.master_port is not None and not 0 < self.master_port < 65536:

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["ThisMachine", "this_machine"]
+from hybrid.units import format_bytes
+
+__all__ = ["ThisMachine", "problem_of_ranks", "this_machine"]
+
+_LEAST_RANK_BYTES = 200 * 2**20
+"""Of a process with torch and this library, that it shares with no other, before it has a model."""
+_MOST_RANKS_PER_CORE = 64
+"""More than cores is slow and of use (layouts are tried so); with this many, starting alone takes minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,24 @@ def this_machine() -> ThisMachine:
         cores=cores,
         memory_bytes=psutil.virtual_memory().available,
         load=os.getloadavg()[0],
+    )
+
+
+def problem_of_ranks(name: str, number: int) -> str | None:
+    """Why so many ranks cannot be started on this machine; None: they may be."""
+    machine = this_machine()
+    by_memory = max(1, int(machine.memory_bytes // _LEAST_RANK_BYTES))
+    by_cores = _MOST_RANKS_PER_CORE * machine.cores
+    if number <= min(by_memory, by_cores):
+        return None
+    if by_memory <= by_cores:
+        return (
+            f"{name} is {number}: each takes more than {format_bytes(_LEAST_RANK_BYTES)}, and of memory "
+            f"{format_bytes(machine.memory_bytes)} are free here; at most {by_memory}"
+        )
+    cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+    return (
+        f"{name} is {number}: this process may use {cores}, and {_MOST_RANKS_PER_CORE} ranks each; at most {by_cores}"
     )
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import hybrid
+from hybrid.contracts.partition import partition_bucket
+from hybrid.dry.rank_run import _add_steps
 from hybrid.dry.values import Untouched
 from hybrid.errors import BatchError, HybridError, ModelError, PlanError, StrategyError
 from tests.tensor_gpt import GPT, GPT_PLAN
@@ -86,6 +91,51 @@ def test_every_kind_of_rank_once_and_all_of_them_counted() -> None:
     assert json.loads(json.dumps(found.to_dict()))["alike"]
 
 
+def test_places_of_a_shard_group_are_told_apart_without_looking_at_each() -> None:
+    """Elements and slices of every place, also where buckets are cut by whole parameters, or have empty shards."""
+    random = Random(5)
+    for kind in ("element", "parameter"):
+        for num_shards in (1, 3, 8, 40):
+            sizes = [(str(number), random.choice((0, 1, 7, 100, 1000))) for number in range(9)]
+            partition = partition_bucket(sizes, num_shards=num_shards, element_bytes=4, kind=kind)  # type: ignore[arg-type]
+            elements, slices = [0] * (num_shards + 1), [0] * (num_shards + 1)
+            _add_steps(partition, elements, slices)
+            parts = [partition.slices(shard) for shard in range(num_shards)]
+            assert list(accumulate(slices))[:-1] == [len(one) for one in parts]
+            assert list(accumulate(elements))[:-1] == [sum(part.num_elements for part in one) for one in parts]
+
+
+def test_a_world_of_a_hundred_thousand_ranks_is_no_more_work_than_a_small_one() -> None:
+    """What is done for each rank of a group is a list of its number, and nothing that is compared or cut."""
+    started = time.process_time()
+    (one,) = hybrid.dryrun(make_strategy(sharding=True, sharding_configs={"stage": 1}), gpt, world_size=1 << 17).ranks
+    assert one.coordinates["dp_shard"] == 0
+    assert time.process_time() - started < 5  # 1 alone; 8 when each rank's options were compared
+
+
+def test_a_tensor_larger_than_the_machine_has_shape_and_nothing_else() -> None:
+    """Systems refuse an allocation beyond their memory, though nobody would touch it."""
+    with Untouched():
+        left = torch.empty(1 << 19, 8, requires_grad=True)
+        product = left @ torch.empty(8, 1 << 24)  # 32 TiB
+        product.sum().backward()
+    assert product.shape == (1 << 19, 1 << 24)
+    assert left.grad is not None
+    assert left.grad.shape == left.shape
+
+
+def test_a_mask_of_very_many_tokens_is_not_computed() -> None:
+    """Rows and columns have values, being few; what they are compared to would fill the machine."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Untouched():
+        places = torch.arange(1 << 17)
+        mask = places[None, :] <= places[:, None]  # 16 GiB
+        small = places[None, :8] <= places[:8, None]
+    assert mask.shape == (1 << 17, 1 << 17)
+    assert small.sum() == 36
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+
+
 def test_nothing_is_left_behind() -> None:
     """Random state, the job and the model's factory are as before; a real model may be wrapped right after."""
     torch.manual_seed(3)
@@ -121,6 +171,21 @@ class Gate(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.layer(value) if value.abs().max() > 1 else value
+
+
+class Placed(nn.Module):
+    """Has four places for tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(3, 2), nn.Embedding(4, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) + self.places(torch.arange(ids.shape[1]))
+
+
+def placed() -> tuple[nn.Module, torch.Tensor]:
+    return Placed(), torch.zeros(1, 5, dtype=torch.int64)
 
 
 def deciding() -> tuple[nn.Module, torch.Tensor]:
@@ -159,6 +224,21 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[HybridError], str]] = {
         lambda: hybrid.dryrun(make_strategy(), deciding, world_size=8),
         ModelError,
         r"'inner\.0', a Gate \(test_dry_run\.py, line \d+\), looks at values",
+    ),
+    "more tokens than positions": (
+        lambda: hybrid.dryrun(make_strategy(), gpt, world_size=8, seq=999),
+        ModelError,
+        r"seq = 999: gpt fails with samples of that length, its own have 8 \(RuntimeError: .*\[8, 16\]",
+    ),
+    "a row that an embedding has not": (
+        lambda: hybrid.dryrun(make_strategy(), placed, world_size=8),
+        ModelError,
+        r"asks for row 4 of an embedding that has 4: a sample has more tokens than there are positions",
+    ),
+    "more ranks than can be listed": (
+        lambda: hybrid.dryrun(make_strategy(), gpt, world_size=16_000_000),
+        StrategyError,
+        "world_size = 16,000,000: a dry run takes at most 1,048,576 processes",
     ),
     "an unknown optimizer": (
         lambda: hybrid.dryrun(make_strategy(), gpt, world_size=8, optimizer="lamb"),
