@@ -63,6 +63,15 @@ STAGES = (
         ),
     ),
     Stage(datasets=("mtnlg",), parameters=_of("megatron-deepspeed-bf16", accumulate_bytes=(10.0, 60.0))),
+    Stage(
+        datasets=("mosaic_a100", "mosaic_h100"),
+        parameters=_of("llm-foundry-2023", attention_fraction=(0.3, 1.0), contention=(1.02, 2.0)),
+    ),
+    Stage(
+        datasets=("nanotron",),
+        parameters=_of("nanotron-2024", traffic_fraction=(0.5, 2.5), launch_seconds=(5e-6, 2e-4)),
+    ),
+    Stage(datasets=("bridge",), parameters=_of("megatron-bridge-2025", traffic_fraction=(0.5, 4.0))),
     Stage(datasets=("sc21_zero3",), parameters=_of("deepspeed-zero3-2021", collective_fraction=(0.03, 1.0))),
 )  # fmt: skip
 

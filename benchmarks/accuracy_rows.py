@@ -1,7 +1,8 @@
 """Published runs as what the planner takes: a job, the layout that ran, the seconds of a step.
 
 The facts lie in `benchmarks/data/`, one row per run. What is published about a whole data set (device, network, number
-formats, kernels) and what is not (and is assumed here) stands in `SETTINGS`.
+formats, kernels) and what is not (and is assumed here) stands in `SETTINGS`; `accuracy_others.csv` names devices and
+formats run by run.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Setting:
         precision, is_flash: as published, or as the software did then.
         flops: how throughput was counted where it is printed instead of seconds.
         limit: largest median error that the project allows itself, percent; None: reported only.
+        is_bounded: whether the bound of the 90th percentile and that of the order of layouts are for it.
         fit: which rows the constants of `software` may be fitted on, as shown to the reader.
     """
 
@@ -53,10 +55,21 @@ class Setting:
     is_flash: bool
     flops: Flops = "model"
     limit: float | None = None
+    is_bounded: bool = True
     fit: str = "none"
 
 
+# Of the column `precision`; FSDP's `DEFAULT` mixture reduces in fp32, its `PURE` one in bf16.
+_FORMATS = {
+    "fp8": Precision(compute="fp8", gradient=4, reduce=4),
+    "bf16": _BF16_FP32_GRADIENTS,
+    "mixed": _BF16_FP32_GRADIENTS,
+    "pure": _BF16,
+}
 _DGX_A100 = {"device": "A100-SXM-80GB", "per_node": 8, "network": "8x200G", "precision": _FP16, "is_flash": False}
+_DGX_H100 = {
+    "device": "H100-SXM-80GB", "per_node": 8, "network": "8x400G", "precision": _BF16_FP32_GRADIENTS, "is_flash": True,
+}  # fmt: skip
 
 SETTINGS: dict[str, Setting] = {
     "sc21": Setting(
@@ -109,6 +122,34 @@ SETTINGS: dict[str, Setting] = {
         title="SimuMax, B200", software="megatron-core-2025", device="B200-SXM-180GB", per_node=8, network="8x400G",
         precision=_BF16_FP32_GRADIENTS, is_flash=True, fit="Llama-3 70B, 4096 tokens",
     ),
+    "mosaic_a100": Setting(
+        title="MPT, FSDP, A100-80GB", software="llm-foundry-2023", limit=12, fit="1B",
+        **{**_DGX_A100, "precision": _BF16_FP32_GRADIENTS, "is_flash": True},
+    ),
+    "mosaic_a100_40": Setting(
+        title="MPT, FSDP, A100-40GB", software="llm-foundry-2023", limit=12,
+        **{**_DGX_A100, "device": "A100-SXM-40GB", "precision": _BF16, "is_flash": True},
+    ),
+    "mosaic_h100": Setting(title="MPT, FSDP, H100", software="llm-foundry-2023", limit=12, fit="3B", **_DGX_H100),
+    "mosaic_fp8": Setting(title="MPT, FSDP, H100, fp8", software="llm-foundry-2023", limit=12, **_DGX_H100),
+    "nanotron": Setting(
+        title="nanotron, one node or no pipeline", software="nanotron-2024", limit=12, fit="1.34B, one node",
+        **_DGX_H100,
+    ),
+    "nanotron_pp": Setting(
+        title="nanotron, pipelines over nodes", software="nanotron-2024", is_bounded=False, **_DGX_H100
+    ),
+    "bloom_2022": Setting(
+        title="BLOOM, trials of 177B to 196B", software="bigscience-2022", limit=12,
+        **{**_DGX_A100, "network": "4x100G", "precision": _BF16_FP32_GRADIENTS},
+    ),
+    "nemo_fp8": Setting(title="NeMo 24.07, H100, fp8", software="megatron-core-2024", limit=12, **_DGX_H100),
+    "bridge": Setting(
+        title="Megatron-Bridge, fp8", software="megatron-bridge-2025", limit=12, fit="25.09; all of GB300", **_DGX_H100
+    ),
+    "bridge_moe": Setting(
+        title="Megatron-Bridge, mixtures", software="megatron-bridge-2025", is_bounded=False, **_DGX_H100
+    ),
 }  # fmt: skip
 
 
@@ -156,7 +197,8 @@ def _rows(dataset: str) -> Iterator[dict[str, str]]:
             shared |= {"ffn": str(4 * int(row["hidden"])), "gpus": str(gpus), "recompute": "none"}
             yield {**row, **shared, "id": f"vtrain_single-{row['id']}", "model": f"gpt-{row['hidden']}x{row['layers']}"}
         return
-    yield from (row for row in _read("accuracy_points.csv") if row["dataset"] == dataset)
+    for name in ("accuracy_points.csv", "accuracy_others.csv"):
+        yield from (row for row in _read(name) if row["dataset"] == dataset)
 
 
 @cache
@@ -170,13 +212,16 @@ def _point(row: dict[str, str], dataset: str) -> Point:
     model = model_of(row, dataset)
     job = Job(
         model=model,
-        cluster=_cluster(int(row["gpus"]), setting),
+        cluster=_cluster(
+            int(row["gpus"]), row.get("device") or setting.device, int(row.get("per_node") or setting.per_node),
+            setting.network,
+        ),
         global_batch_size=int(row["gbs"]),
         seq=int(row["seq"]),
-        precision=setting.precision,
+        precision=_FORMATS[row["precision"]] if row.get("precision") else setting.precision,
         is_flash=setting.is_flash,
         software=setting.software,
-    )
+    )  # fmt: skip
     return Point(
         id=row["id"],
         dataset=dataset,
@@ -190,10 +235,12 @@ def _point(row: dict[str, str], dataset: str) -> Point:
 
 
 @cache
-def _cluster(gpus: int, setting: Setting) -> Cluster:
-    per_node = min(gpus, setting.per_node)
-    network = setting.network if gpus > per_node else None  # one node has none
-    return parse_cluster(f"{-(-gpus // per_node)}x{per_node}x{setting.device}", network=network)
+def _cluster(gpus: int, device: str, per_node: int, network: str) -> Cluster:
+    per_node = min(gpus, per_node)
+    nodes = -(-gpus // per_node)
+    if per_node > 8:  # an NVLink domain, each device with a card of its own
+        network = f"{per_node}x{network.partition('x')[2]}"
+    return parse_cluster(f"{nodes}x{per_node}x{device}", network=network if nodes > 1 else None)
 
 
 def _candidates(row: dict[str, str]) -> Iterator[Candidate]:
@@ -236,7 +283,10 @@ def _fitting(job: Job, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ..
 
 
 def _split(text: str, layers: int, chunks: int) -> tuple[int, ...]:
-    """As Megatron-LM cuts: equal numbers of blocks, the embedding with the first, the head with the last."""
+    """As Megatron-LM cuts: equal numbers of blocks, the embedding with the first, the head with the last; `auto`: by
+    what embedding, blocks and head cost, as nanotron does."""
+    if text == "auto":
+        return ()
     if text:
         return tuple(int(part) for part in text.split())
     if chunks == 1:
@@ -248,7 +298,9 @@ def _split(text: str, layers: int, chunks: int) -> tuple[int, ...]:
 
 
 def _seconds(row: dict[str, str], job: Job, setting: Setting) -> float:
-    """From printed TFLOP/s per device, with the count of flops that the source uses."""
+    """From printed tokens/s or TFLOP/s per device, those with the count of flops that the source uses."""
+    if row.get("tokens"):
+        return job.global_batch_size * job.seq / (float(row["tokens"]) * int(row["gpus"]))
     layers, hidden, seq, vocab = (int(row[name]) for name in ("layers", "hidden", "seq", "vocab"))
     tokens = job.global_batch_size * seq
     match setting.flops:
@@ -287,5 +339,13 @@ def _is_fit(row: dict[str, str], dataset: str) -> bool:
             return model == "OPT-350M"
         case "simumax":
             return model == "llama3-70b" and row["seq"] == "4096"
+        case "mosaic_a100":
+            return model == "mpt-1b"
+        case "mosaic_h100":
+            return model == "mpt-3b"
+        case "nanotron":
+            return model == "nanotron-1.34B" and row["gpus"] == "8"
+        case "bridge":
+            return model.endswith("-2509") or row["device"].startswith("GB300")
         case _:
             return False

@@ -48,7 +48,8 @@ def time_targets(results: Sequence[Result]) -> Iterator[Target]:
         limit = SETTINGS[result.dataset].limit
         if limit is not None:
             yield Target(dataset=result.dataset, what="time, median %", bound=limit, found=result.all.median)
-        yield Target(dataset=result.dataset, what="time, p90 %", bound=_P90, found=result.all.p90)
+        if SETTINGS[result.dataset].is_bounded:
+            yield Target(dataset=result.dataset, what="time, p90 %", bound=_P90, found=result.all.p90)
         if result.gain_difference is not None:
             yield Target(
                 dataset=result.dataset, what="gain inside nodes, points", bound=_GAIN_POINTS,
@@ -57,7 +58,7 @@ def time_targets(results: Sequence[Result]) -> Iterator[Target]:
     ordered = {
         result.dataset: (result.rank_correlation, result.num_cells)
         for result in results
-        if result.rank_correlation is not None
+        if result.rank_correlation is not None and SETTINGS[result.dataset].is_bounded
     }
     if len(ordered) > 1:
         ordered["all"] = _mean(ordered)

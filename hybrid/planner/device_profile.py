@@ -32,6 +32,8 @@ class DeviceProfile:
     attention_widths: tuple[tuple[float, float], ...]
     source: str
     date: str
+    attention_ampere: float = 1.0
+    long_fp8: float = 0.0
 
 
 @cache

@@ -77,7 +77,8 @@ def _by_formula(
     best = device.matmul_fraction or profile.best
     short = profile.short * _tile_fraction(profile, m, k, n, groups) * k / (k + profile.inner_half)
     power = profile.sharpness
-    fraction = best * math.pow(short**-power + profile.long**-power, -1 / power)
+    long = profile.long_fp8 if dtype == "fp8" and profile.long_fp8 else profile.long
+    fraction = best * math.pow(short**-power + long**-power, -1 / power)
     if is_weight:
         fraction *= profile.weight
     fraction *= min(_alignment(n), _alignment(m if is_weight else k))

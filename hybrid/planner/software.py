@@ -38,6 +38,8 @@ class Software:
         name: of the set.
         matmul_fraction: of the rate that `matmul.py` gives for a shape.
         attention_fraction: of the rate of a fused attention kernel of today on that device.
+        is_attention_native: 1 where the fused kernel is made for the device that runs it (FlashAttention-3, cuDNN), 0
+            where it is made for A100 (FlashAttention-2).
         is_causal_skipped: 1 where the fused kernel skips the masked half, 0 where it computes the square.
         memory_fraction: of the memory bandwidth that pointwise kernels reach.
         traffic_fraction: of the pointwise traffic that is left after fusion.
@@ -82,6 +84,7 @@ class Software:
     name: str = "hybrid"
     matmul_fraction: float = 1.0
     attention_fraction: float = 1.0
+    is_attention_native: float = 1.0
     is_causal_skipped: float = 1.0
     memory_fraction: float = 0.75
     traffic_fraction: float = 1.0

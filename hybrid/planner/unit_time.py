@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from hybrid.contracts.cluster import DeviceKind, GroupLinks
 from hybrid.planner.collectives import Collective, Fabric, collective_seconds
+from hybrid.planner.device_profile import profile_of
 from hybrid.planner.matmul import attention_seconds, matmul_seconds
 from hybrid.planner.measured import pointwise_rate
 from hybrid.planner.model_spec import AttentionSpec, MatmulSpec, Recompute, UnitSpec
+from hybrid.planner.rules import rule
 from hybrid.planner.software import Software
 from hybrid.planner.tensor_traffic import tensor_messages
 
@@ -17,6 +19,8 @@ __all__ = ["PhaseSeconds", "UnitSeconds", "UnitSetting", "recomputing", "unit_ti
 
 # As in `sharding/gradient_sink.py`: smaller weights get their gradient from autograd, at once.
 _LEAST_ELEMENTS = 2**15
+# What casting an input or a gradient of a product takes; weights are cast once per step, which is little.
+_CAST_BYTES: float = rule("fp8_cast_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +110,7 @@ class UnitSetting:
 
 def unit_time(unit: UnitSpec, setting: UnitSetting) -> UnitSeconds:
     """The parts of a forward and a backward, and what is computed again between them."""
-    products = [_matmul(matmul, setting) for matmul in unit.matmuls]
+    products = [_matmul(matmul, unit, setting) for matmul in unit.matmuls]
     forward = _phase(unit, setting, sum(forward for forward, _, _ in products), is_backward=False)
     if not unit.has_backward:
         return UnitSeconds(forward=forward, backward=PhaseSeconds())
@@ -158,7 +162,7 @@ def _waiting(unit: UnitSpec, setting: UnitSetting) -> Iterator[bool]:
 def _phase(unit: UnitSpec, setting: UnitSetting, compute: float, *, is_backward: bool) -> PhaseSeconds:
     software = setting.software
     attention = sum(_attention(spec, unit, setting, is_backward=is_backward) for spec in unit.attentions)
-    elementwise = _elementwise(unit, setting, is_backward=is_backward)
+    elementwise = _elementwise(unit, setting, is_backward=is_backward) + _casts(unit, setting, is_backward=is_backward)
     hidden = software.tp_overlap_fraction
     if is_backward and not setting.is_split:
         # Weight gradients hide the sum of an input gradient; of a gather and a scatter, which take its place under
@@ -183,8 +187,19 @@ def _phase(unit: UnitSpec, setting: UnitSetting, compute: float, *, is_backward:
     )
 
 
-def _matmul(matmul: MatmulSpec, setting: UnitSetting) -> tuple[float, float, float]:
+def _matmul(matmul: MatmulSpec, unit: UnitSpec, setting: UnitSetting) -> tuple[float, float, float]:
     """Of the product forward, of the gradient of its weight, and of that of its input."""
+    rows, k, n, groups = _shape(matmul, setting)
+    dtype = _product_dtype(unit, setting)
+    return (
+        _product(setting, rows, k, n, groups, dtype=dtype),
+        _product(setting, k, rows, n, groups, dtype=dtype, is_weight=True) if matmul.has_weight_gradient else 0.0,
+        _product(setting, rows, n, k, groups, dtype=dtype) if matmul.has_input_gradient else 0.0,
+    )
+
+
+def _shape(matmul: MatmulSpec, setting: UnitSetting) -> tuple[float, float, float, int]:
+    """Rows of one product, its inner dimension and its columns, on one rank; how many of them."""
     parts = min(setting.tp, matmul.min_parts) if matmul.min_parts else setting.tp
     k, n = float(matmul.in_features), float(matmul.out_features)
     rows, groups = setting.tokens * matmul.tokens_share, 1
@@ -197,18 +212,43 @@ def _matmul(matmul: MatmulSpec, setting: UnitSetting) -> tuple[float, float, flo
     if matmul.num_groups > 1:
         groups = max(1, matmul.num_groups // setting.ep)
         rows /= groups
-    return (
-        _product(setting, rows, k, n, groups),
-        _product(setting, k, rows, n, groups, is_weight=True) if matmul.has_weight_gradient else 0.0,
-        _product(setting, rows, n, k, groups) if matmul.has_input_gradient else 0.0,
-    )
+    return rows, k, n, groups
+
+
+def _product_dtype(unit: UnitSpec, setting: UnitSetting) -> str:
+    """8 bits are for the linear layers of blocks: embedding and head stay wide in all recipes, as attention does."""
+    return setting.dtype if unit.kind == "block" else _wide(setting.dtype)
+
+
+def _wide(dtype: str) -> str:
+    return "bf16" if dtype == "fp8" else dtype
+
+
+def _casts(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
+    """Inputs of products in 8 bits are cast in a forward, gradients of their outputs in a backward."""
+    if _product_dtype(unit, setting) != "fp8":
+        return 0.0
+    elements = 0.0
+    for matmul in unit.matmuls:
+        rows, k, n, groups = _shape(matmul, setting)
+        elements += groups * rows * (n if is_backward else k)
+    rate = setting.device.memory_bytes_per_second * setting.software.memory_fraction
+    return elements * _CAST_BYTES / rate
 
 
 def _product(
-    setting: UnitSetting, m: float, k: float, n: float, groups: int, *, is_weight: bool = False, is_batch: bool = False
+    setting: UnitSetting,
+    m: float,
+    k: float,
+    n: float,
+    groups: int,
+    *,
+    dtype: str,
+    is_weight: bool = False,
+    is_batch: bool = False,
 ) -> float:
     time = matmul_seconds(
-        setting.device, m=m, k=k, n=n, dtype=setting.dtype, groups=groups, is_weight=is_weight, is_batch=is_batch
+        setting.device, m=m, k=k, n=n, dtype=dtype, groups=groups, is_weight=is_weight, is_batch=is_batch
     )
     return time / setting.software.matmul_fraction
 
@@ -217,6 +257,7 @@ def _attention(spec: AttentionSpec, unit: UnitSpec, setting: UnitSetting, *, is_
     software = setting.software
     parts = setting.tp if spec.is_cut else 1
     heads = -(-spec.num_heads // parts)
+    dtype = _wide(setting.dtype)
     if setting.is_flash:
         whole, half = (
             attention_seconds(
@@ -228,17 +269,20 @@ def _attention(spec: AttentionSpec, unit: UnitSpec, setting: UnitSetting, *, is_
                 head_dim=spec.head_dim,
                 value_dim=spec.value_dim,
                 is_half=is_half,
-                dtype=setting.dtype,
+                dtype=dtype,
                 is_backward=is_backward,
             )
             for is_half in (False, True)
         )
         skipped = software.is_causal_skipped if spec.is_causal else 0.0
-        return (whole + (half - whole) * skipped) / software.attention_fraction
+        rate = software.attention_fraction
+        if not software.is_attention_native:
+            rate *= profile_of(setting.device.like).attention_ampere
+        return (whole + (half - whole) * skipped) / rate
     groups = max(1, round(setting.batch * heads))
     rows = setting.seq / setting.cp
-    scores = _product(setting, rows, spec.head_dim, setting.seq, groups, is_batch=True)
-    values = _product(setting, rows, setting.seq, spec.value_dim, groups, is_batch=True)
+    scores = _product(setting, rows, spec.head_dim, setting.seq, groups, dtype=dtype, is_batch=True)
+    values = _product(setting, rows, setting.seq, spec.value_dim, groups, dtype=dtype, is_batch=True)
     traffic = setting.tokens * setting.seq * unit.traffic_pairs / parts * setting.activation / 2
     softmax = traffic * software.pairs_fraction / len(unit.attentions)
     softmax /= setting.device.memory_bytes_per_second * software.memory_fraction
