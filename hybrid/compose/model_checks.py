@@ -158,6 +158,15 @@ def check_layouts(model: nn.Module, resolved: ResolvedStrategy) -> None:
                     f"module {name!r} has max_norm={module.max_norm}: its forward changes the weight, by this rank's "
                     "own indices, so the ranks would train different models; leave max_norm out"
                 )
+    if resolved.data_parallel_size > 1 or resolved.accumulate_steps > 1:
+        for name, module in model.named_modules():
+            counts = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq
+            if counts and module.weight.requires_grad:
+                raise ModelError(
+                    f"module {name!r} has scale_grad_by_freq=True: it divides gradients by how often an index is in "
+                    "the batch, and would count in each micro-batch of each data-parallel rank for itself; leave "
+                    "scale_grad_by_freq out, or freeze its weight"
+                )
     check_aliases(model)
     absent = resolved.zero_stage == 3 and (resolved.shard_size > 1 or resolved.offload == "parameters")
     if absent or resolved.overlap_param_gather:

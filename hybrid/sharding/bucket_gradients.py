@@ -7,14 +7,14 @@ views of it (`ReusedBuffer`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
 
 from hybrid import shims
 from hybrid.collectives import ops
-from hybrid.contracts.partition import BucketPartition, Slice
+from hybrid.contracts.partition import BucketPartition
 from hybrid.errors import ModelError
 from hybrid.sharding.bucket_key import BucketKey
 from hybrid.sharding.reused_buffer import ReusedBuffer
@@ -35,7 +35,6 @@ class BucketGradients(ABC):
     partition: BucketPartition
     parameters: tuple[torch.nn.Parameter, ...]
     fqns: tuple[str, ...]
-    slice_of: Mapping[str, Slice]
     low: int
     high: int
     data: torch.Tensor
@@ -54,6 +53,7 @@ class BucketGradients(ABC):
 
     def _init_gradients(self, device: torch.device) -> None:
         self._empty = _merged(self.partition.gaps())
+        self._places = self._own_places()
         # Memory of whole gradients, and of their sums over the own range where that is apart.
         self._wholes = ReusedBuffer(self.partition.num_elements, dtype=self.key.grad_dtype, device=device)
         self._owns = self._wholes
@@ -72,6 +72,14 @@ class BucketGradients(ABC):
         self.shown = [False] * len(self.parameters)
         self.has_gradient_anywhere = [False] * len(self.parameters)
         self.unfinished = UnfinishedSums()
+
+    def _own_places(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter, its place in the own range, with the padding behind it: factors reach that, too."""
+        entries = sorted(self.partition.entries, key=attrgetter("offset_elements", "num_elements"))
+        begins = [0, *(entry.offset_elements for entry in entries[1:])]
+        ends = [*begins[1:], self.partition.num_elements]
+        own = [min(max(edge, self.low), self.high) - self.low for edge in (*begins, *ends)]
+        return {entry.fqn: (own[i], own[i + len(entries)]) for i, entry in enumerate(entries)}
 
     def accumulate(self, position: int, gradient: torch.Tensor, *, may_keep: bool = False) -> None:
         """Take over one gradient that autograd has just finished; dtype and layout may differ.
@@ -248,12 +256,11 @@ class BucketGradients(ABC):
         self.unfinished.empty(position)
         if self.local is not None and self.filled[position]:
             self.view(self.local, position).zero_()
-        part = self.slice_of.get(self.fqns[position])
-        if part is not None:
-            begin, end = part.offset_elements - self.low, part.offset_elements - self.low + part.num_elements
-            for buffer in (self.raw, self.settled):
-                if buffer is not None:
-                    buffer[begin:end].zero_()
+        self.apply_scale()  # a factor that is NaN, as clipping by the norm of NaN makes it, would reach the zeros
+        begin, end = self._places[self.fqns[position]]
+        for buffer in (self.raw, self.settled):
+            if buffer is not None:
+                buffer[begin:end].zero_()
 
     def drop_all(self) -> None:
         """Give up every gradient buffer."""

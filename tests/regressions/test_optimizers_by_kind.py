@@ -81,11 +81,16 @@ def test_an_abandoned_optimizer_is_forgotten() -> None:
     run_ranks(check_abandoned, 2)
 
 
-def check_max_norm() -> None:
-    with variant(stage=2) as strategy, pytest.raises(hybrid.ModelError, match="max_norm"):
-        wrapped(nn.Sequential(nn.Embedding(5, 4, max_norm=1.0)), lambda p: torch.optim.SGD(p, lr=0.1), strategy)
+def check_embedding(more: dict[str, Any], words: str) -> None:
+    with variant(stage=2) as strategy, pytest.raises(hybrid.ModelError, match=words):
+        wrapped(nn.Sequential(nn.Embedding(5, 4, **more)), lambda p: torch.optim.SGD(p, lr=0.1), strategy)
 
 
 def test_an_embedding_that_edits_itself_is_refused() -> None:
     """`max_norm` rescales the rows of this rank's own indices: copies of one weight drifted apart."""
-    run_ranks(check_max_norm, 2)
+    run_ranks(check_embedding, 2, {"max_norm": 1.0}, "max_norm")
+
+
+def test_an_embedding_that_counts_its_batch_is_refused() -> None:
+    """`scale_grad_by_freq` divides by how often an index is in the batch, and each rank counted its own part."""
+    run_ranks(check_embedding, 2, {"scale_grad_by_freq": True}, "scale_grad_by_freq")
