@@ -32,8 +32,8 @@ def model_of(row: Mapping[str, str], dataset: str) -> ModelSpec:
     )
     name = row["model"]
     if dataset.startswith("mosaic"):
-        # mosaicml/llm-foundry: no_bias, learned positions, pdrop 0, cross entropy of torch.
-        bare = {"dropout": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False, "logit_bytes": 6}
+        # mosaicml/llm-foundry: no_bias, learned positions, pdrop 0, loss_fn fused_crossentropy.
+        bare = {"dropout": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False, "logit_bytes": 2}
         return _gpt(name, layers, hidden, heads, vocab, seq, **bare)
     if dataset not in _LLAMAS or name.startswith("gpt3"):
         tp = int(row["tp"])

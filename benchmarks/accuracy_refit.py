@@ -65,7 +65,7 @@ STAGES = (
     Stage(datasets=("mtnlg",), parameters=_of("megatron-deepspeed-bf16", accumulate_bytes=(10.0, 60.0))),
     Stage(
         datasets=("mosaic_a100", "mosaic_h100"),
-        parameters=_of("llm-foundry-2023", attention_fraction=(0.3, 1.0), contention=(1.02, 2.0)),
+        parameters=(*_of("hybrid", contention=(1.02, 2.0)), *_of("llm-foundry-2023", attention_fraction=(0.3, 1.0))),
     ),
     Stage(
         datasets=("nanotron",),

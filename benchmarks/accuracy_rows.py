@@ -270,6 +270,8 @@ def _candidates(row: dict[str, str]) -> Iterator[Candidate]:
                 micro_batch_size=batch,
                 num_micro_batches=micro_batches,
                 recompute=row["recompute"],  # type: ignore[arg-type]
+                # DeepSpeed and FSDP hold shards of gradients, and so reduce each time.
+                grad_reduce="every_micro_batch" if number("zero", 0) == 3 else "last_micro_batch",
                 split=_split(row.get("split", ""), layers, pp * depth),
             )
 
