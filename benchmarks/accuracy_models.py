@@ -20,7 +20,9 @@ _EXPERTS = {
     "deepseekv3": Experts(num=256, top_k=8, ffn=2048, shared_ffn=2048, first_dense=1),
     "deepseek-v3": Experts(num=256, top_k=8, ffn=2048, shared_ffn=2048, first_dense=3),
 }
-_LLAMAS = {"llama3", "internevo", "simumax", "nanotron", "nanotron_pp", "nemo_fp8", "bridge", "bridge_moe"}
+_LLAMAS = {
+    "llama3", "internevo", "simumax", "nanotron", "nanotron_pp", "nemo_fp8", "bridge", "bridge_moe", "torchtitan",
+}  # fmt: skip
 # `--make-vocab-size-divisible-by`, times the tensor-parallel ranks.
 _VOCAB_MULTIPLE = 128
 
@@ -49,6 +51,8 @@ def model_of(row: Mapping[str, str], dataset: str) -> ModelSpec:
     changes: dict[str, Any] = {}
     if name.startswith("nanotron"):  # gates and cross entropy as PyTorch runs them
         changes = {"kernels": "eager", "logit_bytes": 6, "is_tied": hidden < 4096}
+    elif dataset == "torchtitan":
+        changes = {"kernels": "eager" if name.endswith("-eager") else "fused", "logit_bytes": 6}
     elif name.startswith("nemotron"):  # squared ReLU, arXiv:2402.16819 section 2.2
         changes = {"is_gated": False, "activation": "relu", "norm": "layer"}
     return _llama(name, layers, hidden, heads, int(row["kv_heads"]), ffn, vocab, seq, **changes)

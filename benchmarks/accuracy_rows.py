@@ -147,6 +147,10 @@ SETTINGS: dict[str, Setting] = {
     "bridge": Setting(
         title="Megatron-Bridge, fp8", software="megatron-bridge-2025", limit=12, fit="25.09; all of GB300", **_DGX_H100
     ),
+    "torchtitan": Setting(
+        title="torchtitan, FSDP with tp, pp, cp", software="torchtitan-2024", is_bounded=False,
+        fit="8B, 8 devices, bf16", **_DGX_H100,
+    ),
     "bridge_moe": Setting(
         title="Megatron-Bridge, mixtures", software="megatron-bridge-2025", is_bounded=False, **_DGX_H100
     ),
@@ -270,8 +274,10 @@ def _candidates(row: dict[str, str]) -> Iterator[Candidate]:
                 micro_batch_size=batch,
                 num_micro_batches=micro_batches,
                 recompute=row["recompute"],  # type: ignore[arg-type]
-                # DeepSpeed and FSDP hold shards of gradients, and so reduce each time.
-                grad_reduce="every_micro_batch" if number("zero", 0) == 3 else "last_micro_batch",
+                # DeepSpeed and FSDP hold shards of gradients, and so reduce each time; under pipelines torchtitan does
+                # not, and keeps what it has gathered.
+                grad_reduce="every_micro_batch" if number("zero", 0) == 3 and pp == 1 else "last_micro_batch",
+                reshard_after="run" if number("zero", 0) == 3 and pp > 1 else "unit",
                 split=_split(row.get("split", ""), layers, pp * depth),
             )
 
@@ -347,6 +353,8 @@ def _is_fit(row: dict[str, str], dataset: str) -> bool:
             return model == "mpt-3b"
         case "nanotron":
             return model == "nanotron-1.34B" and row["gpus"] == "8"
+        case "torchtitan":
+            return (model, row["gpus"], row["precision"]) == ("llama3-8b", "8", "bf16")
         case "bridge":
             return model.endswith("-2509") or row["device"].startswith("GB300")
         case _:

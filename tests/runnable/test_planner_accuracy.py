@@ -34,6 +34,7 @@ _BOUNDS = {
     "nemo_fp8": (8, 13),
     "bridge": (5, 10),
     "bridge_moe": (16, 55),
+    "torchtitan": (14, 40),
 }
 # The least correlation of ranks where the bound of all others is missed: docs/accuracy.md says why.
 _ORDER = {"vtrain_multi": 0.8, "bloom_2022": 0.8}
