@@ -204,6 +204,7 @@ def start_process_group(
         os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(environment.local_world_size))
     if backend == "nccl":
+        _check_devices(environment)
         torch.cuda.set_device(environment.local_rank)
     dist.init_process_group(
         backend,
@@ -213,6 +214,18 @@ def start_process_group(
         timeout=timedelta(seconds=timeout_seconds),
     )
     return environment
+
+
+def _check_devices(environment: LaunchEnvironment) -> None:
+    """Raise LaunchError where ranks of this machine would have to share an accelerator, which NCCL refuses later."""
+    seen, ranks = torch.cuda.device_count(), max(environment.local_world_size, environment.local_rank + 1)
+    if ranks > seen:
+        raise LaunchError(
+            f"LOCAL_RANK is {environment.local_rank} of {ranks} ranks on this machine, and this process sees {seen} "
+            f"accelerator{'s' if seen != 1 else ''}: each rank takes the one of its LOCAL_RANK; start at most {seen} "
+            "here, or let every process see all of its machine (CUDA_VISIBLE_DEVICES; under Slurm --gpus-per-node, and "
+            "no binding of one GPU to each task)"
+        )
 
 
 def _join_running(agreement: str, *, timeout_seconds: float) -> None:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from hybrid.calibration.cluster_content import check_out, cluster_content, write_cluster_file
 from hybrid.calibration.effort import PROGRESS_FILE, RESULT_FILE
-from hybrid.calibration.stopped import raise_if_stopped
+from hybrid.calibration.measuring_alone import measuring_alone
+from hybrid.calibration.stopped import raise_if_stopped, run_folder
 from hybrid.contracts.cluster import Cluster, parse_cluster
 from hybrid.contracts.measurements import Measurements
 from hybrid.errors import PlanError
-from hybrid.launch.environment import read_environment
+from hybrid.launch.environment import LaunchEnvironment, read_environment
 from hybrid.launch.job import LaunchJob
 from hybrid.launch.machine import problem_of_ranks, this_machine
 from hybrid.launch.run import run_job
 
 __all__ = ["calibrate", "check_out", "checked_ranks"]
+
+# Of NVIDIA, of AMD, and of either under WSL.
+_DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 Progress = Callable[[int, int, str], None]
 """(measurements done, all of them, what is measured now)"""
@@ -32,7 +36,7 @@ def default_ranks() -> int:
 
 def num_accelerators() -> int:
     """That torch sees; torch is loaded only where there may be some."""
-    if not any(Path(name).exists() for name in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd")):
+    if not any(Path(name).exists() for name in _DRIVERS):
         return 0
     import torch
 
@@ -58,17 +62,19 @@ def calibrate(
         The cluster, as `hybrid.plan(cluster=...)` takes it.
 
     Raises:
-        PlanError: a file that cannot be written, more ranks than accelerators, or a rank that failed.
+        PlanError: a file that cannot be written, more ranks than accelerators, a rank that failed, or another
+            measurement that runs on this machine.
         KeyboardInterrupt: Ctrl-C, after the ranks have ended.
         LaunchError: hosts that are not alike, or launch variables that are wrong.
     """
     path = Path(out)
     environment = read_environment()
     if environment.launched:
-        return _in_this_job(path, environment.world_size, environment.rank, ranks, quick=quick, progress=progress)
+        return _in_this_job(path, environment, ranks, quick=quick, progress=progress)
     check_out(path)
     number = checked_ranks(ranks)
-    measured, free_bytes = _on_new_ranks(number, quick=quick, progress=progress)
+    with measuring_alone():
+        measured, free_bytes = _on_new_ranks(number, quick=quick, progress=progress)
     write_cluster_file(path, cluster_content(measured, free_bytes))
     return parse_cluster(path)
 
@@ -87,18 +93,20 @@ def checked_ranks(ranks: int | None) -> int:
 
 
 def _in_this_job(
-    path: Path, world_size: int, rank: int, ranks: int | None, *, quick: bool, progress: Progress | None
+    path: Path, job: LaunchEnvironment, ranks: int | None, *, quick: bool, progress: Progress | None
 ) -> Cluster:
     from hybrid.calibration.ranks import measure_here  # torch comes with it
 
-    if ranks is not None and ranks != world_size:
+    rank = job.rank
+    if ranks is not None and ranks != job.world_size:
         raise PlanError(
-            f"ranks = {ranks}, but the launcher has started {world_size}: leave it out, or start without a launcher"
+            f"ranks = {ranks}, but the launcher has started {job.world_size}: leave it out, or start without a launcher"
         )
     if rank == 0:
         check_out(path)
     is_told = progress is not None and rank == 0
-    found = measure_here(is_quick=quick, say=progress if is_told and progress else lambda done, total, label: None)
+    with measuring_alone() if job.local_rank == 0 else nullcontext():
+        found = measure_here(is_quick=quick, say=progress if is_told and progress else lambda done, total, label: None)
     content = cluster_content(found.measurements, found.free_bytes)
     if rank == 0:
         write_cluster_file(path, content)
@@ -106,7 +114,7 @@ def _in_this_job(
 
 
 def _on_new_ranks(ranks: int, *, quick: bool, progress: Progress | None) -> tuple[Measurements, float]:
-    folder = Path(tempfile.mkdtemp(prefix="hybrid-calibrate-"))
+    folder = run_folder("hybrid-calibrate-")
     job = LaunchJob(
         script="hybrid.calibration.ranks",
         is_module=True,
@@ -116,7 +124,7 @@ def _on_new_ranks(ranks: int, *, quick: bool, progress: Progress | None) -> tupl
         show_output=False,
     )
     outcome = run_job(job, on_poll=_Teller(progress) if progress is not None else None)
-    raise_if_stopped(outcome)
+    raise_if_stopped(outcome, folder)
     if outcome.exit_code != 0:
         raise PlanError(f"the measurement ended with code {outcome.exit_code}: {outcome.message}")
     content = json.loads((outcome.log_dir / RESULT_FILE).read_text(encoding="utf-8"))

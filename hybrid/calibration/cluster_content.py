@@ -19,6 +19,7 @@ from hybrid.errors import PlanError
 
 __all__ = ["check_out", "cluster_content", "write_cluster_file"]
 
+_MOST_FILE_BYTES = 1 << 16
 # What stands for an accelerator that is not in the list: no links of its own, so that measured ones are all there is.
 _UNKNOWN_LIKE = "RTX4090-24GB"
 
@@ -144,8 +145,8 @@ def check_out(out: Path, *, option: str = "--out") -> None:
     if not folder.is_dir():
         raise PlanError(f"{option} {out}: {folder} is no folder; make it first, or give another")
     try:
-        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not say it of a file server
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:  # permissions alone do not say it of a file server
+            file.write(bytes(_MOST_FILE_BYTES))  # and it is minutes until a full disk would say so
     except OSError as error:
         raise PlanError(f"{option} {out}: cannot be written ({error.strerror}); give another place") from None
     if out.exists() and not os.access(out, os.W_OK):

@@ -16,7 +16,11 @@ from hybrid.cpu_products import matrix_product
 
 __all__ = ["DeviceWork"]
 
-_NAMES: Mapping[torch.dtype, Literal["fp32", "bf16"]] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_NAMES: Mapping[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 _NORM_WIDTH = 256
 # Adding two tensors reads and writes three, a norm and an activation function two each.
 _KERNELS, _TENSORS = 3, 7
@@ -32,14 +36,15 @@ class DeviceWork:
 
     def __init__(self, clock: Clock, device: torch.device, effort: Effort) -> None:
         self._clock, self._device, self._effort = clock, device, effort
-        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._low = _low_dtype(device)
+        self._dtype = self._low if device.type == "cuda" else torch.float32
 
     def _random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(*shape, device=self._device).to(dtype or self._dtype)
 
     def matmuls(self) -> Iterator[Callable[[], MatmulPoint]]:
         """Of linear layers, as they compute them here: forwards and weight gradients."""
-        other = torch.float32 if self._dtype is torch.bfloat16 else torch.bfloat16
+        other = torch.float32 if self._dtype is self._low else self._low
         some = [self._effort.matmuls[place] for place in self._effort.more_dtypes if place < len(self._effort.matmuls)]
         for dtype, shapes in ((self._dtype, self._effort.matmuls), (other, some)):
             for shape in shapes:
@@ -140,3 +145,10 @@ class DeviceWork:
             backward_factor=backward / forward.seconds,
             spread=max(forward.spread, both.spread),
         )
+
+
+def _low_dtype(device: torch.device) -> torch.dtype:
+    """What is trained in beside fp32: V100 and T4 have no units for bf16, and torch would emulate it."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.bfloat16

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid.calibration.stopped import raise_if_stopped
+from hybrid.calibration.measuring_alone import measuring_alone
+from hybrid.calibration.stopped import raise_if_stopped, run_folder
 from hybrid.errors import PlanError
 from hybrid.launch.job import LaunchJob
 from hybrid.launch.machine import this_machine
@@ -138,21 +137,30 @@ def measure_plans(
         launch: instead of starting ranks: runs one layout.
 
     Raises:
-        PlanError: a plan for another machine, a model that cannot be built, or a layout that failed.
+        PlanError: a plan for another machine, a model that cannot be built, a layout that failed, or another
+            measurement that runs on this machine.
     """
     for name, value in (("count", count), ("steps", 1 if steps is None else steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PlanError(f"{name} = {value!r}: expected a whole number of at least 1")
     check_measurable(plans.request, model)
-    from hybrid.calibration.trial import TrialSpec
-
     job = plans.request.job
     # Of those that the answer names the first; of more those that differ most.
     wanted = measure_first(plans.result.found, max(count, _NAMED))[:count]
     chosen = [next(one for one in plans.result.found if one.candidate.label == label) for label in wanted]
-    file = job.cluster.path
-    assert file is not None  # checked above
-    trials: list[Trial] = []
+    with measuring_alone():
+        trials = [*_run_each(chosen, job, model, steps=steps or 0, progress=progress, launch=launch or _launch)]
+    if progress is not None:
+        progress(len(chosen), len(chosen), "")
+    return tuple(trials)
+
+
+def _run_each(
+    chosen: Sequence[Priced], job: Job, model: str, *, steps: int, progress: Progress | None, launch: Launch
+) -> Iterator[Trial]:
+    from hybrid.calibration.trial import TrialSpec
+
+    assert job.cluster.path is not None  # checked before
     for place, priced in enumerate(chosen):
         if progress is not None:
             progress(place, len(chosen), priced.candidate.label)
@@ -163,21 +171,19 @@ def measure_plans(
             rows=candidate.micro_batch_size * candidate.num_micro_batches,
             micro_batch_size=candidate.micro_batch_size,
             optimizer=job.optimizer.name,
-            steps=steps or 0,
+            steps=steps,
             seconds=SECONDS_PER_LAYOUT,
         )
         load = this_machine().load
-        result = (launch or _launch)(spec, strategy_of(job, candidate), job.cluster.num_devices)
+        result = launch(spec, strategy_of(job, candidate), job.cluster.num_devices)
         if result.num_parameters != job.model.num_parameters:
             raise PlanError(
                 f"{model} has {result.num_parameters:,} parameters, and the plan is for {job.model.name} with "
                 f"{job.model.num_parameters:,}: give the model that was planned"
             )
-        trials.append(_trial(job, priced, result, load))
-        save_trials(file, trials[-1:])  # at once: the next one may fail
-    if progress is not None:
-        progress(len(chosen), len(chosen), "")
-    return tuple(trials)
+        trial = _trial(job, priced, result, load)
+        save_trials(job.cluster.path, [trial])  # at once: the next one may fail
+        yield trial
 
 
 _STATE_PARTS = ("parameters", "masters", "optimizer_state", "gradients", "gradient_shards")
@@ -215,7 +221,7 @@ def _launch(spec: TrialSpec, strategy: DistributedStrategy, ranks: int) -> Trial
     """On new ranks, which end afterwards: what one layout leaves behind is no part of the next one's memory."""
     from hybrid.calibration.trial import RESULT_FILE, SPEC_FILE, TrialResult
 
-    folder = Path(tempfile.mkdtemp(prefix="hybrid-measure-"))
+    folder = run_folder("hybrid-measure-")
     strategy_file = folder / "strategy.yaml"
     strategy.save(strategy_file)
     (folder / SPEC_FILE).write_text(json.dumps(asdict(spec)), encoding="utf-8")
@@ -228,7 +234,7 @@ def _launch(spec: TrialSpec, strategy: DistributedStrategy, ranks: int) -> Trial
         show_output=False,
     )
     outcome = run_job(job)
-    raise_if_stopped(outcome)
+    raise_if_stopped(outcome, folder)
     if outcome.exit_code != 0:
         raise PlanError(f"a measured layout ended with code {outcome.exit_code}: {outcome.message}")
     result = TrialResult(**json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))

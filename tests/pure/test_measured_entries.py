@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import resource
+import shutil
+import signal
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date as day
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +23,7 @@ from typer.testing import CliRunner
 
 from hybrid.calibration import calibrate as calibrating
 from hybrid.calibration.calibrate import calibrate
+from hybrid.calibration.measuring_alone import measuring_alone
 from hybrid.calibration.stopped import raise_if_stopped
 from hybrid.cli.app import app
 from hybrid.contracts.cluster import parse_cluster
@@ -244,12 +251,44 @@ def test_what_cannot_be_written_is_refused_before_anything_is_said(
     assert done.output == ""
 
 
+def test_two_measurements_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stored figures of a machine that the other used; and the lock is gone with whoever had it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(calibrating, "run_job", lambda *args, **options: pytest.fail("ranks were started"))
+    out = tmp_path / "here.yaml"
+    with measuring_alone():
+        assert f"runs on this machine (process {os.getpid()})" in refused(lambda: calibrate(out, ranks=2))
+    assert not out.exists()
+    with measuring_alone():
+        pass
+    (tmp_path / "hybrid-measuring.lock").unlink()
+    (tmp_path / "hybrid-measuring.lock").mkdir()
+    assert "cannot be opened" in refused(lambda: calibrate(out, ranks=2))
+
+
+def test_a_full_disk_is_told_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file says nothing of it; minutes later the figures would be lost."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(calibrating, "run_job", lambda *args, **options: pytest.fail("ranks were started"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    assert "has 4,096 bytes left" in refused(lambda: calibrate(tmp_path / "here.yaml", ranks=2))
+    assert not list(tmp_path.glob("hybrid-calibrate-*"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))  # a write beyond it fails, as on a full disk
+    try:
+        assert "cannot be written (File too large)" in refused(lambda: calibrate(tmp_path / "here.yaml", ranks=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
 def test_ctrl_c_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message said stopped by Ctrl-C, and the exit code that the request was wrong."""
     outcome = RunOutcome(exit_code=130, message="stopped by Ctrl-C", log_dir=tmp_path)
     with pytest.raises(SystemExit):
-        raise_if_stopped(replace(outcome, exit_code=143))
-    raise_if_stopped(replace(outcome, exit_code=2))
+        raise_if_stopped(replace(outcome, exit_code=143), tmp_path / "logs")
+    raise_if_stopped(replace(outcome, exit_code=2), tmp_path)
     monkeypatch.setattr(calibrating, "run_job", lambda *args, **options: outcome)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["calibrate", "--ranks", "2"])
