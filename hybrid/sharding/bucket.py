@@ -29,7 +29,6 @@ from hybrid.collectives import ops
 from hybrid.contracts.partition import BucketPartition, Slice
 from hybrid.gradient_sinks import note_passing_memory
 from hybrid.precision.casting import LOW_PRECISION
-from hybrid.sharding.absence import AbsentParameter
 from hybrid.sharding.bucket_gradients import BucketGradients
 from hybrid.sharding.bucket_key import BucketKey
 from hybrid.sharding.tensors import own_strides, same_bits
@@ -249,21 +248,22 @@ class Bucket(BucketGradients):
         ]
 
     def moved(self, fqns: Sequence[str]) -> str | None:
-        """The first of these parameters of the bucket whose `data` was replaced since wrapping, if there is one.
-
-        Not asked while values are elsewhere: replacing the data of an absent parameter brings it, or is refused.
-        """
+        """The first of these parameters of the bucket whose `data` was replaced since wrapping, if there is one."""
         if len(fqns) == len(self.parameters) and self._lies_as_wrapped():
             return None
-        for fqn, parameter, address in zip(fqns, self.parameters, self._addresses, strict=False):
-            if self.cut is None and type(parameter) is not AbsentParameter and parameter.data_ptr() != address:
-                return fqn
-            if parameter.dtype != self.key.dtype:
-                return fqn
+        with shims.plain_tensors():
+            for fqn, parameter, address in zip(fqns, self.parameters, self._addresses, strict=False):
+                # At stage 3 the address changes with every gather; the storage, empty meanwhile, stays the same.
+                here = parameter.data_ptr() == address if self.cut is None else self._shares_memory(parameter)
+                if not here or parameter.dtype != self.key.dtype:
+                    return fqn
         return None
 
+    def _shares_memory(self, parameter: torch.Tensor) -> bool:
+        return shims.memory_of(parameter) == shims.memory_of(self.data)
+
     def _lies_as_wrapped(self) -> bool:
-        """Whether all parameters lie where they did, by a quick look; at stage 3, where their values go, None knows."""
+        """Whether all parameters lie where they did, by a quick look; there is none at stage 3."""
         with shims.plain_tensors():  # to ask one that is on its way would wait for it
             return (
                 self.cut is None

@@ -263,7 +263,7 @@ class ShardingEngine:
 
     def check_memory(self) -> None:
         """Refuse a model whose memory was replaced as a whole, by a look at one parameter per bucket."""
-        for bucket in self.buckets:
+        for bucket in self.all_buckets():
             self._refuse_moved(bucket.moved(bucket.fqns[:1]))
 
     def check_unchanged(self) -> None:
@@ -276,7 +276,7 @@ class ShardingEngine:
             ModelError: `p.data` was replaced (`.to()`, `.half()`, a hand-made assignment); a parameter that was frozen
                 when the model was wrapped is trainable; not all ranks have frozen the same.
         """
-        for bucket in self.buckets:
+        for bucket in self.all_buckets():
             self._refuse_moved(bucket.moved(bucket.fqns))
         with shims.plain_tensors():  # of a value that is elsewhere, too, all is here but the value
             wants = list(map(_REQUIRES_GRAD, self.parameters.values()))
@@ -374,12 +374,14 @@ class ShardingEngine:
         if self.unsharder is not None:
             with self.unsharder.whole(chosen):
                 yield
-            return
-        try:
-            yield
-        finally:
-            for bucket in chosen:
-                bucket.take_own_from_data()
+        else:
+            try:
+                yield
+            finally:
+                for bucket in chosen:
+                    bucket.take_own_from_data()
+        for bucket in chosen:
+            self._refuse_moved(bucket.moved(bucket.fqns))
 
     def home_of(self, fqn: str) -> Bucket | None:
         """The bucket of a parameter, frozen ones included; None: it is whole on every rank, in no bucket."""
