@@ -39,9 +39,19 @@ A100_TABLE = [
 V100_TABLE = [(2, 16, 763.8), (2, 256, 11915), (4, 16, 324.2), (4, 256, 4714), (8, 16, 273.8), (8, 256, 3527.4)]
 
 
+# Azure/AI-benchmarking-guide Azure_Results: nccl-tests and rccl-tests of ND H100 v5, H200 v5 and MI300X v5.
+H100_TABLE = [(8, 1, 42), (8, 4, 57), (8, 16, 125), (8, 64, 325), (8, 256, 1110), (8, 1024, 4029), (8, 8192, 31391)]
+H200_TABLE = [(8, 1, 35), (8, 4, 53), (8, 16, 122), (8, 64, 319), (8, 256, 1087), (8, 1024, 4019), (8, 8192, 31319)]
+MI300X_TABLE = [(8, 1, 82), (8, 4, 89), (8, 16, 171), (8, 64, 441), (8, 256, 1551), (8, 1024, 5986), (8, 8192, 47448)]
+
+
 @pytest.mark.parametrize(
-    ("device", "table", "median"), [("A100-80GB", A100_TABLE, 0.06), ("V100-SXM2-16GB", V100_TABLE, 0.10)]
-)
+    ("device", "table", "median"),
+    [
+        ("A100-80GB", A100_TABLE, 0.06), ("V100-SXM2-16GB", V100_TABLE, 0.10), ("H100", H100_TABLE, 0.15),
+        ("H200", H200_TABLE, 0.13), ("MI300X", MI300X_TABLE, 0.07),
+    ],
+)  # fmt: skip
 def test_all_reduce_inside_a_node(device: str, table: list[tuple[int, int, float]], median: float) -> None:
     """Two to eight ranks, one to 1024 MB."""
     errors = []
