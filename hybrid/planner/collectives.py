@@ -41,6 +41,7 @@ class Fabric:
     step_seconds: float
     in_switch: float
     in_switch_least: int
+    in_switch_half: float
     tree: float
     exchange: float
     source: str
@@ -137,7 +138,9 @@ def _log(num_bytes: float, links: GroupLinks, fabric: Fabric, software: Software
 def _switch(num_bytes: float, links: GroupLinks, fabric: Fabric) -> float:
     if links.num_domains > 1 or not fabric.in_switch or links.size < fabric.in_switch_least:
         return math.inf
-    return fabric.base_seconds + num_bytes / (fabric.in_switch * links.inside_bytes_per_second)
+    return fabric.base_seconds + (num_bytes + fabric.in_switch_half) / (
+        fabric.in_switch * links.inside_bytes_per_second
+    )
 
 
 def _all_to_all(num_bytes: float, links: GroupLinks, fabric: Fabric, software: Software) -> float:

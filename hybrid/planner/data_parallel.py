@@ -19,7 +19,7 @@ from hybrid.planner.model_spec import UnitSpec
 from hybrid.planner.software import Software
 from hybrid.planner.traffic import StateMessage, gather_message, reduction_message, replica_message
 
-__all__ = ["ChunkState", "StateLinks", "StateSeconds", "UnitWaits", "chunk_state", "state_seconds"]
+__all__ = ["ChunkState", "StateLinks", "StateMessages", "StateSeconds", "UnitWaits", "chunk_state", "state_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,16 +123,19 @@ def state_seconds(
     weight_seconds: Sequence[float] | None = None,
     gathered_again: int = 0,
     known_waits: dict[tuple[object, ...], UnitWaits] | None = None,
+    known_messages: dict[tuple[object, ...], StateMessages] | None = None,
 ) -> StateSeconds:
     """Of one pipeline rank; chunks and their compute per micro-batch in the order of the model.
 
     Args:
         weight_seconds: what of a backward computes gradients of weights apart from it, where the schedule splits it.
         gathered_again: bytes of parameters that a forward gathers once more: they take what the first gathers take.
-        known_waits: what was worked out before for chunks and links that are still these objects; grows.
+        known_waits, known_messages: what was worked out before for chunks and links that are still these objects; grow.
     """
     traffic = _Traffic(job, candidate, software, fabric, chunks)
-    kinds = ((sum(c.dense for c in chunks), dense), (sum(c.expert for c in chunks), expert))
+    kinds = [(sum([c.dense for c in chunks]), dense)]
+    if any(c.expert for c in chunks):
+        kinds.append((sum([c.expert for c in chunks]), expert))
     stage = candidate.zero_stage
     optimizer = sum(_optimizer_seconds(size, links, job, candidate, software) for size, links in kinds)
     none = (0.0,) * len(chunks)
@@ -169,17 +172,16 @@ def state_seconds(
         if weight_seconds is None:
             window = max(0.0, window - per_backward * sum(wait.hidden for wait in waits))
 
-    reduction = [traffic.reduction(size, links) for size, links in kinds]
-    replicas = [traffic.over_replicas(size, links) for size, links in kinds]
-    each = traffic.exposed(reduction, window)
-    last = traffic.exposed([*reduction, *replicas], window)
+    messages = traffic.messages(kinds, {} if known_messages is None else known_messages)
+    each = traffic.exposed(messages.reduction, window)
+    last = traffic.exposed(messages.reduction + messages.replicas, window)
     reductions = none
     if stage >= 2 and candidate.grad_reduce == "every_micro_batch":
         reductions = (each / len(chunks),) * len(chunks)
         last -= each
     gather = 0.0
     if stage in {1, 2}:
-        total = sum(traffic.gather(size, links) for size, links in kinds)
+        total = messages.gather
         gather = total - min(total, software.gather_overlap_fraction * sum(forward_seconds))
     return StateSeconds(
         forward_gathers=ahead, backward_gathers=back, reductions=reductions, last_reduction=last, gather=gather,
@@ -193,6 +195,16 @@ class _Message:
 
     total: float
     one: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateMessages:
+    """Of dense parameters and of experts: gradients over shards and over replicas; `gather`: seconds of all
+    parameters once, under stages 1 and 2."""
+
+    reduction: tuple[_Message, ...]
+    replicas: tuple[_Message, ...]
+    gather: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +229,27 @@ class _Traffic:
         self._host_rate = job.cluster.device.host_bytes_per_second
         self._num_buckets = sum(chunk.num_buckets for chunk in chunks)
         self._num_units = sum(chunk.num_units for chunk in chunks)
+
+    def messages(
+        self, kinds: Sequence[tuple[float, StateLinks]], known: dict[tuple[object, ...], StateMessages]
+    ) -> StateMessages:
+        """What does not depend on compute: many candidates have the same.
+
+        Args:
+            known: by all that it depends on; links are told by their id.
+        """
+        stage = self._candidate.zero_stage
+        key: tuple[object, ...] = (stage, self._candidate.is_overlapped, self._num_buckets, self._num_units)
+        for size, links in kinds:
+            key += (size, id(links.shard), id(links.replica), id(links.whole))
+        found = known.get(key)
+        if found is None:
+            found = known[key] = StateMessages(
+                tuple(self.reduction(size, links) for size, links in kinds),
+                tuple(self.over_replicas(size, links) for size, links in kinds),
+                sum(self.gather(size, links) for size, links in kinds) if stage in {1, 2} else 0.0,
+            )
+        return found
 
     def reduction(self, elements: float, links: StateLinks) -> _Message:
         """All gradients once."""

@@ -17,6 +17,7 @@ from hybrid.planner.data_parallel import (
     ChunkState,
     StateLinks,
     StateSeconds,
+    StateMessages,
     UnitWaits,
     chunk_state,
     state_seconds,
@@ -78,6 +79,7 @@ class Pricer:
         self._untied: dict[int, ChunkState] = {}
         self._known_states: dict[tuple[object, ...], StateSeconds] = {}
         self._unit_waits: dict[tuple[object, ...], UnitWaits] = {}
+        self._state_messages: dict[tuple[object, ...], StateMessages] = {}
 
     def least_seconds(self, candidate: Candidate, *, is_played: bool) -> float:
         """Not more than `price` gives; from the schedule if `is_played`, else from what must come one behind the other.
@@ -415,6 +417,7 @@ class Pricer:
             expert=StateLinks(shard=over_experts, replica=None, whole=over_experts),
             gathered_again=repeated,
             known_waits=self._unit_waits,
+            known_messages=self._state_messages,
         )
 
     def _tied_seconds(self, last: PricedChunk, candidate: Candidate) -> float:
