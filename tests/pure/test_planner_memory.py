@@ -332,7 +332,7 @@ def test_published_runs(dataset: str) -> None:
 
 
 def test_what_ran_is_told_to_fit() -> None:
-    """191 runs of MPT under FSDP (docs/memory.md). With the 8 bytes a logit of this library's own loss 72 of them seemed
+    """191 runs of MPT under FSDP (docs/memory.md). With this library's own loss, of 8 bytes a logit, 72 of them seem
     too large for the devices that they ran on."""
     fits = [
         memory(run.job, run.candidates[0]).worst.device.expected <= run.job.cluster.device.memory_bytes
