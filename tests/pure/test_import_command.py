@@ -11,7 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from hybrid.cli.app import app
+from hybrid.errors import StrategyError
 from hybrid.strategy import DistributedStrategy
+from hybrid.strategy.importing import import_config
 
 CONFIG = {
     "zero_optimization": {"stage": 2},
@@ -107,3 +109,28 @@ def test_problems_are_listed(file: Path) -> None:
     assert invoke(file, *MICRO, "--set", "train_micro_batch_size_per_gpu=5").exit_code == 2
     assert invoke(file, *MICRO, "--world-size", 0).exit_code == 2
     assert "did you mean 'deepspeed'" in invoke(file, "--format", "depspeed").stderr
+
+
+COMMENTED = """{
+  // of a tutorial: "stage" 2
+  "train_micro_batch_size_per_gpu": 4, /* and
+  more */
+  "gradient_clipping": 1.0, # the norm
+  "csv_monitor": {"enabled": true, "output_path": "http://a#b//c /* d */ ,}"},
+  "zero_optimization": {"stage": 2, /* "stage": 3 */},
+}
+"""
+
+
+def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    """Published files have them; what is between quotes is none, and a key twice is still told."""
+    (tmp_path / "ds.json").write_text(COMMENTED)
+    strategy, notes = import_config(tmp_path / "ds.json")
+    assert strategy.to_dict()["sharding_configs"]["stage"] == 2
+    assert any(note.value == "http://a#b//c /* d */ ,}" for note in notes.keys)
+    (tmp_path / "ds.json").write_text(COMMENTED.replace(', /* "stage": 3 */', ', "stage": 3,'))
+    with pytest.raises(StrategyError, match="'stage' stands twice"):
+        import_config(tmp_path / "ds.json")
+    (tmp_path / "ds.json").write_text('{"a": 1 // no end')
+    with pytest.raises(StrategyError, match="not JSON"):
+        import_config(tmp_path / "ds.json")

@@ -26,6 +26,11 @@ UNDER_ACCELERATE = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_
             {},
             ["bf16.enabled = True", "bfloat16.enabled = False", "keep bf16"],
         ),
+        (
+            {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 0, "stage3_prefetch_bucket_size": 5e7}},
+            {},
+            ["stage3_prefetch_bucket_size = 50000000.0", "zero_optimization.prefetch_bucket_size = 0", "keep stage3_"],
+        ),
         ({"bf16": {"enabled": True}, "bfloat16": True}, {}, ["bfloat16 = True beside bf16"]),
         (
             {"zero_optimization": {"stage": 3, "cpu_offload": True, "offload_optimizer": {"device": "none"}}},
@@ -89,3 +94,19 @@ def test_what_is_no_json_behind_set_is_text() -> None:
     """Also numbers that Python does not read."""
     digits = "1" * 5000
     assert parse_given(f"train_batch_size={digits}") == ("train_batch_size", digits)
+
+
+def test_names_without_stage3_before_them_are_the_same_keys() -> None:
+    """DeepSpeed reads both, and published files have both."""
+    section = {
+        "stage": 3,
+        "sub_group_size": 0,
+        "prefetch_bucket_size": 0,
+        "stage3_prefetch_bucket_size": "auto",
+        "max_live_parameters": 0,
+        "gather_16bit_weights_on_model_save": True,
+    }
+    strategy, notes = hybrid.import_config({"zero_optimization": section}, format="deepspeed")
+    assert strategy.to_dict()["sharding_configs"]["prefetch"] == 0
+    told = {note.path for note in notes.keys}
+    assert {f"zero_optimization.stage3_{name}" for name in ("prefetch_bucket_size", "max_live_parameters")} <= told

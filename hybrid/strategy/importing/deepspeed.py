@@ -49,7 +49,9 @@ TRAINER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 def convert(config: Mapping[str, Any], draft: Draft) -> None:
     """All keys of a configuration into the draft."""
-    values = read_keys(key_table("deepspeed"), _settled(_with_one_bf16(config, draft)), draft, gates=_GATES)
+    values = read_keys(
+        key_table("deepspeed"), _settled(_with_one_bf16(_with_stage3_names(config, draft), draft)), draft, gates=_GATES
+    )
     values = {path: value for path, value in values.items() if not _left_open(path, value, draft)}
     for section, (switch, _) in _GATES.items():  # of a section that may be on or off nothing can be said
         if switch not in values:
@@ -103,6 +105,33 @@ def _with_one_bf16(config: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
         draft.problems.append(f"bfloat16 = {older!r} beside bf16 = {newer!r}: two names of one section; keep bf16")
     one = {("bf16" if key == "bfloat16" else key): value for key, value in config.items()}
     return {**one, "bf16": both} if "bf16" in one else one
+
+
+_STAGE3_NAMES = (
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
+    *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
+    *("use_all_reduce_for_fetch_params", "allgather_sequential"),
+)
+
+
+def _with_stage3_names(config: Mapping[str, Any], draft: Draft) -> Mapping[str, Any]:
+    """DeepSpeed reads these without `stage3_` before them, too; a problem where both stand and differ."""
+    section = config.get("zero_optimization")
+    if not isinstance(section, Mapping):
+        return config
+    one = dict(section)
+    for short in _STAGE3_NAMES:
+        if short not in one:
+            continue
+        name, value = f"stage3_{short}", one.pop(short)
+        if is_auto(one.get(name, AUTO)):
+            one[name] = value
+        elif not is_auto(value) and one[name] != value:
+            draft.problems.append(
+                f"zero_optimization.{name} = {one[name]!r}, but zero_optimization.{short} = {value!r}: two names of "
+                f"one setting; keep {name}"
+            )
+    return {**config, "zero_optimization": one}
 
 
 def _settled(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from hybrid.strategy.importing.key_table import key_table
 from hybrid.strategy.sections import HybridConfigs
 from hybrid.strategy.settings import Settings
 from hybrid.strategy.strategy import DistributedStrategy
-from hybrid.strategy.text_form import read_text
+from hybrid.strategy.text_form import read_json, read_text
 from hybrid.strategy.values import closest
 
 __all__ = ["FORMATS", "Source", "read_source"]
@@ -50,7 +51,7 @@ def read_source(source: str | Path | Mapping[str, Any], *, format: str | None) -
     path = None if isinstance(source, Mapping) else Path(source)
     name = "" if path is None else str(path)
     try:
-        config = source if isinstance(source, Mapping) else read_text(Path(source))
+        config = source if isinstance(source, Mapping) else _read(Path(source))
     except StrategyError as error:
         raise StrategyError([f"{name}: {problem}" for problem in error.problems]) from None
     where = f"{name}: " if name else ""
@@ -64,6 +65,28 @@ def read_source(source: str | Path | Mapping[str, Any], *, format: str | None) -
         name=name,
         folder=None if path is None else path.parent,
     )
+
+
+_STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])')
+
+
+def _read(path: Path) -> Any:
+    """As any settings; of JSON also with what DeepSpeed takes in it: comments, and commas behind the last."""
+    try:
+        return read_text(path)
+    except StrategyError:
+        if path.suffix.lower() != ".json":
+            raise
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError):
+            text = ""
+        plain = _STRING_OR_COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
+        plain = _TRAILING_COMMA.sub(lambda found: found[0] if found[0].startswith('"') else "", plain)
+        if plain == text:
+            raise
+        return read_json(plain)
 
 
 def _format_of(config: Mapping[str, Any], where: str) -> str:
