@@ -133,9 +133,9 @@ def state_seconds(
         known_waits, known_messages: what was worked out before for chunks and links that are still these objects; grow.
     """
     traffic = _Traffic(job, candidate, software, fabric, chunks)
-    kinds = [(sum([c.dense for c in chunks]), dense)]
+    kinds = [(sum(c.dense for c in chunks), dense)]
     if any(c.expert for c in chunks):
-        kinds.append((sum([c.expert for c in chunks]), expert))
+        kinds.append((sum(c.expert for c in chunks), expert))
     stage = candidate.zero_stage
     optimizer = sum(_optimizer_seconds(size, links, job, candidate, software) for size, links in kinds)
     none = (0.0,) * len(chunks)

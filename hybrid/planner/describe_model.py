@@ -14,7 +14,7 @@ from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.presets import preset
 from hybrid.planner.transformer import transformer_spec
 
-__all__ = ["read_config_file", "spec_of"]
+__all__ = ["is_module", "read_config_file", "spec_of"]
 
 
 def spec_of(
@@ -37,7 +37,7 @@ def spec_of(
     """
     if isinstance(model, ModelSpec):
         return model
-    if _is_module(model):
+    if is_module(model):
         from hybrid.planner.measure import measure_model  # torch comes with it
 
         return measure_model(model, sample=sample, seq=seq, plan=plan, **changes)
@@ -70,7 +70,7 @@ def _as_written(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {"kernels": "eager", **changes}
 
 
-def _is_module(model: object) -> bool:
+def is_module(model: object) -> bool:
     """Where torch is not loaded there are none."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)

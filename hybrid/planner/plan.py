@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from hybrid.contracts.cluster import Cluster
 from hybrid.errors import PlanError
@@ -21,7 +21,9 @@ from hybrid.planner.search import Fit, Progress, SearchResult, search
 from hybrid.planner.software import Software
 from hybrid.planner.strategy_of import strategy_of
 from hybrid.planner.unlock import nearest_change
-from hybrid.strategy import DistributedStrategy
+
+if TYPE_CHECKING:
+    from hybrid.strategy import DistributedStrategy
 
 __all__ = ["Plan", "Plans", "plan", "plan_request"]
 

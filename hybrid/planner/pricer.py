@@ -16,8 +16,8 @@ from hybrid.planner.collectives import collective_seconds, measured_fabric
 from hybrid.planner.data_parallel import (
     ChunkState,
     StateLinks,
-    StateSeconds,
     StateMessages,
+    StateSeconds,
     UnitWaits,
     chunk_state,
     state_seconds,

@@ -15,7 +15,7 @@ from hybrid.contracts.schedule_choice import schedule_splits_backward
 from hybrid.errors import PlanError
 from hybrid.planner.constraints import divisors
 from hybrid.planner.correction import corrected_job, correction_of
-from hybrid.planner.describe_model import spec_of
+from hybrid.planner.describe_model import is_module, spec_of
 from hybrid.planner.host_memory import devices_per_host
 from hybrid.planner.job import Job, OptimizerSpec, Precision
 from hybrid.planner.measured import measured_software
@@ -24,7 +24,6 @@ from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.software import Software, software_of
 from hybrid.planner.stages import num_layers
 from hybrid.planner.trials import Trial, read_trials
-from hybrid.strategy.live_model import is_module, num_cut_layers
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "contradictions", "make_request", "with_trials"]
 
@@ -110,6 +109,8 @@ def make_request(
     if "cluster" in made:
         problems += _device_problems(made["cluster"], made.get("precision"), memory_bytes)
     if "fixed" in made and "model" in made and is_module(model):
+        from hybrid.strategy.live_model import num_cut_layers  # with it all of the strategy, which a preset needs not
+
         number, problem = num_cut_layers(model, sample) if made["fixed"].get("pp") != 1 else (0, "")
         if number:
             made["model"] = replace(made["model"], num_cut_layers=number)
