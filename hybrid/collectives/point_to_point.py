@@ -94,6 +94,8 @@ class _Description(pickle.Pickler):
             self._check(obj)
         elif not isinstance(obj, type) and type(obj).__module__.partition(".")[0] not in {"hybrid", "torch"}:
             self._within = f"an object of type {type(obj).__name__}"
+        if isinstance(obj, tuple) and not isinstance(obj, torch.Size) and _has_constructor(type(obj)):
+            return _tuple, (type(obj), tuple(obj), getattr(obj, "__dict__", None))
         return NotImplemented
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -108,6 +110,19 @@ class _Description(pickle.Pickler):
             )
         if tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes():
             raise ModelError(f"{what} goes on to {self._to}, and its memory is not here (ZeRO stage 3): {way}")
+
+
+def _has_constructor(cls: type) -> bool:
+    """Of classes of tuples: whether Python code makes them (of torch's and the system's own, C does)."""
+    return cls is not tuple and not hasattr(cls, "n_sequence_fields")
+
+
+def _tuple(cls: Any, items: tuple[Any, ...], attributes: dict[str, Any] | None) -> Any:
+    """A tuple of a class, whatever its constructor asks of its fields: here they are not the tensors yet."""
+    made = tuple.__new__(cls, items)
+    if attributes:
+        vars(made).update(attributes)
+    return made
 
 
 def as_sent(description: _T, *, to: str) -> _T:

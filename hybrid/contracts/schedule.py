@@ -158,6 +158,12 @@ def make_schedule(name: str, *, num_stages: int, num_micro_batches: int, virtual
         problems.append(f"schedule {name!r}: expected one of {', '.join(SCHEDULE_NAMES)}")
     if not problems:
         problems += _chunk_problems(name, num_stages, num_micro_batches, virtual_stages)
+    if (num_forwards := num_stages * num_micro_batches * virtual_stages) > _MOST_FORWARDS and not problems:
+        problems.append(
+            f"a schedule of {num_stages} stages × {virtual_stages} chunks × {num_micro_batches} micro-batches "
+            f"(accumulate_steps) has {num_forwards:,} forwards, more than any run has ({_MOST_FORWARDS:,}): lower the "
+            "largest of these"
+        )
     if problems:
         raise StrategyError(problems)
     make = _ORDERS[name]
@@ -301,6 +307,9 @@ _ORDERS: Mapping[str, Callable[[int, int, int, int], tuple[Action, ...]]] = Mapp
         "zbv": _zero_bubble_v,
     }
 )
+
+# A list of so many actions takes seconds to make; a number with some zeros too many would take hours and all memory.
+_MOST_FORWARDS = 1 << 20
 
 #: The schedules that `make_schedule` knows; any other comes as a file (`schedule_text`).
 SCHEDULE_NAMES: tuple[str, ...] = tuple(_ORDERS)

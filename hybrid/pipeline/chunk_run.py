@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -95,6 +95,11 @@ class ChunkRun:
         """What a call of an earlier chunk returned: values that crossed, and for others tensors without values."""
         given = tensors_by_path(args, kwargs) if self.way.passes[index] else {}
         return self._outlines[index].filled(lambda leaf: self._tensor(index, leaf), given.__getitem__)
+
+    def as_received(self, index: int) -> ChunkRun:
+        """What a call of an earlier chunk returned, and nothing else that would keep memory."""
+        received = {place: tensor for place, tensor in self._received.items() if place[0] == index}
+        return replace(self, batch=set(), _received=received, _made={}, _outlines=self._outlines[: index + 1])
 
     def _tensor(self, index: int, leaf: Returned) -> torch.Tensor:
         place = (index, leaf.path)

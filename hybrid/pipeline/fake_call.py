@@ -1,9 +1,9 @@
-"""One call of a unit without values: on fake tensors, or, where that cannot be, on zeros."""
+"""One call of a unit without values: on fake tensors, or, where that cannot be, on zeros and what the inputs say."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ def run_without_values(
     kwargs: dict[str, Any],
     *,
     fakes: FakeTensorMode,
+    known: Mapping[int, torch.Tensor],
     note: _Note,
 ) -> tuple[Any, int, set[Slot]]:
     """(what a unit returns, its flops, attributes that it changed if a copy of it ran in its place).
@@ -41,6 +42,7 @@ def run_without_values(
         own: its call.
         args, kwargs: with fake tensors.
         fakes: their mode.
+        known: of the fake integers and booleans that the model's inputs alone decide, by id, the real ones.
         note: is told every operation inside.
 
     Raises:
@@ -57,7 +59,7 @@ def run_without_values(
         if contents((args, kwargs), versions=False) != given:
             _refuse_written(name)
         try:
-            output, flops, changed, is_written = _on_zeros(unit, args, kwargs, fakes)
+            output, flops, changed, is_written = _on_zeros(unit, args, kwargs, fakes, known)
         except Exception as other:
             raise ModelError(
                 f"with this sample {name!r} runs neither on tensors without values nor on zeros, so what it returns is "
@@ -95,17 +97,34 @@ class _Inside(shims.TorchDispatchMode):
         if func is shims.GROUPED_PRODUCT.default:
             left, right = args[:2]  # torch 2.13 knows the result on fake tensors in bfloat16 only
             if left.dim() == 2 and right.dim() == 3:
-                return left.new_empty(left.shape[0], right.shape[2])
+                wanted = args[4] if len(args) > 4 else (kwargs or {}).get("out_dtype")
+                return left.new_empty(left.shape[0], right.shape[2], dtype=wanted)
         return func(*args, **(kwargs or {}))
 
 
-def _on_zeros(unit: nn.Module, args: Any, kwargs: Any, fakes: FakeTensorMode) -> tuple[Any, int, set[Slot], bool]:
+def _on_zeros(
+    unit: nn.Module, args: Any, kwargs: Any, fakes: FakeTensorMode, known: Mapping[int, torch.Tensor]
+) -> tuple[Any, int, set[Slot], bool]:
     """A copy of the unit with zeros everywhere: the memory and the time of the unit, and values that mean nothing.
 
-    Returns what `run_without_values` does, and whether it wrote into a container that it was given.
+    With the masks and lengths of the sample first, which say how large things are; zeros will do where a sample has
+    shapes and types only. Returns what `run_without_values` does, and whether it wrote into a container that it was
+    given.
     """
+    if known:
+        try:
+            return _on_zeros_and(known, unit, args, kwargs, fakes)
+        except Exception:  # what is wrong without them is told
+            pass
+    return _on_zeros_and({}, unit, args, kwargs, fakes)
+
+
+def _on_zeros_and(
+    known: Mapping[int, torch.Tensor], unit: nn.Module, args: Any, kwargs: Any, fakes: FakeTensorMode
+) -> tuple[Any, int, set[Slot], bool]:
     tensors = [*unit.parameters(), *unit.buffers()]
     zeros = {id(tensor): _zeros_like(tensor) for tensor in (*tensors, *tensors_by_path(args, kwargs).values())}
+    zeros |= {key: tensor.clone() for key, tensor in known.items()}
     real = copy.deepcopy(unit, {id(tensor): zeros[id(tensor)] for tensor in tensors})
     copied_args, copied_kwargs = (map_tensors(value, lambda t: zeros[id(t)]) for value in (args, kwargs))
     before, given = state_of(real.named_modules()), contents((copied_args, copied_kwargs), versions=False)

@@ -65,6 +65,7 @@ class Flow:
         written_buffers: names of buffers that units write (statistics).
         counted: names of other attributes that each call of a unit changes from what the call before has left.
         together: numbers of calls that one checkpoint of the model's own runs again in backward.
+        checkpointed: numbers of all calls that run again, together with others or not.
         draws: numbers of calls that draw from one generator of the model's own.
         returns: class of the output, if that is a tuple or list and so has no `.loss`.
     """
@@ -78,6 +79,7 @@ class Flow:
     written_buffers: frozenset[str]
     counted: frozenset[str] = frozenset()
     together: tuple[frozenset[int], ...] = ()
+    checkpointed: frozenset[int] = frozenset()
     draws: tuple[frozenset[int], ...] = ()
     returns: str = field(default="", compare=False)
 

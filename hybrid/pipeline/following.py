@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from hybrid.pipeline.opaque import check_objects
 from hybrid.pipeline.operations import checkpoint_around, statistics_of, tensors_in, written_by
 from hybrid.pipeline.outline import map_with_paths, tensors_by_path
 from hybrid.pipeline.random_state import kept_generators, set_generators
+from hybrid.pipeline.sized_by_inputs import run_on_zeros, wants_values, with_known_masks
 from hybrid.pipeline.skeleton import FakeTensorMode, fake_like, is_fake, on_cpu
 from hybrid.pipeline.unit_class import watch_calls
 from hybrid.precision.tree import map_tensors
@@ -48,8 +49,6 @@ _WAY = "Write the model as a hybrid.PipelineLayer, or set pipeline_configs.degre
 # Forwards that are looked at where random numbers decide: a layer that is dropped one time in ten is dropped in one.
 _DRAWS = 16
 _CPU = torch.device("cpu")
-# Operations that want values, of which they tell none: what comes out is as large for zeros.
-_ON_ZEROS = ("_ctc_loss",)
 # Operations whose result is a number or a shape that only the values tell.
 _DECIDES = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
 
@@ -221,18 +220,23 @@ class _Forward(shims.TorchDispatchMode):
             )
         read = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
         sources = frozenset[_Source]().union(*(self._read(tensor, func) for tensor in read))
+        func, args = with_known_masks(func, args, is_known=self._is_known)
         name = func.overloadpacket.__name__
         if sources and name in _DECIDES:
-            raise ModelError(
-                f"{self._said(sources)} decides how the forward of the model goes on ({name}): the other stages of a "
-                f"pipeline do not have the value. {_WAY}"
-            )
+            self._refuse_choice(sources, name)
         written = [*written_by(func, args, kwargs), *statistics_of(func, args)]
         for tensor in written:
             self._write(tensor, sources)
         if any(not is_fake(tensor) for tensor in written) and any(map(is_fake, read)):
             return written[0] if len(written) == 1 else tuple(written)
-        output = self._on_zeros(func, args, kwargs) if name in _ON_ZEROS else func(*args, **kwargs)
+        try:
+            output, has_run = run_on_zeros(func, name, args, kwargs, self._fakes)
+            if not has_run:
+                output = func(*args, **kwargs)
+        except Exception as error:
+            if sources and wants_values(error):
+                self._refuse_choice(sources, name)
+            raise
         self.chance.note(func, args, read, output)
         before = {shims.memory_of(tensor) for tensor in read}
         for tensor in tensors_in(output):
@@ -243,13 +247,14 @@ class _Forward(shims.TorchDispatchMode):
                 self._value_at.pop(memory, None)
         return output
 
-    def _on_zeros(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A loss over sequences, whose sizes are those of the labels."""
-        real_args, real_kwargs = (
-            map_tensors(value, lambda t: torch.zeros(t.shape, dtype=t.dtype) if is_fake(t) else t)
-            for value in (args, kwargs)
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return not is_fake(tensor) and not self._sources.get(shims.memory_of(tensor))
+
+    def _refuse_choice(self, sources: frozenset[_Source], name: str) -> NoReturn:
+        raise ModelError(
+            f"{self._said(sources)} decides how the forward of the model goes on ({name}): the other stages of a "
+            f"pipeline do not have the value. {_WAY}"
         )
-        return map_tensors(func(*real_args, **real_kwargs), lambda tensor: fake_like(tensor, self._fakes))
 
     def _read(self, tensor: torch.Tensor, func: Any) -> frozenset[_Source]:
         memory = shims.memory_of(tensor)
@@ -317,12 +322,13 @@ class _Forward(shims.TorchDispatchMode):
         versions = {key: shims.version_of(fake) for key, fake in fakes.items()}
         self._foreign, self._own, self._running = set(), own_memory, name
         inner_args, inner_kwargs = (map_tensors(value, lambda t: fakes[id(t)]) for value in (args, kwargs))
+        known = {id(fakes[id(t)]): t for t in given.values() if not t.is_floating_point() and self._is_known(t)}
         self.inside = True
         before = self._attributes.begin_call(name)
         changed: set[tuple[str, str]] = set()
         try:
             output, flops, changed = run_without_values(
-                name, unit, own, inner_args, inner_kwargs, fakes=self._fakes, note=self.note_inside
+                name, unit, own, inner_args, inner_kwargs, fakes=self._fakes, known=known, note=self.note_inside
             )
         finally:
             self._written_buffers |= self._attributes.end_call(before, changed)
@@ -419,6 +425,7 @@ class _Forward(shims.TorchDispatchMode):
             read_buffers=frozenset(self._read_buffers),
             draws=tuple(frozenset(calls) for calls in self._draws.values() if len(calls) > 1),
             together=tuple(frozenset(calls) for calls in self._together if len(calls) > 1),
+            checkpointed=frozenset(call for calls in self._together for call in calls),
             written_buffers=frozenset(self._written_buffers - {""}),
             counted=frozenset(".".join(slot) for slot in self._attributes.counted),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def _objects(value: Any) -> list[Any]:
     def walk(item: Any) -> None:
         if isinstance(item, torch.Tensor | str | bytes | int | float | complex | type | torch.dtype | torch.device):
             return
-        if isinstance(item, dict):
+        if isinstance(item, Mapping):
             for one in item.values():
                 walk(one)
         elif isinstance(item, list | tuple):

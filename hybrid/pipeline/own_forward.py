@@ -34,6 +34,7 @@ from hybrid.pipeline.holders import Holders
 from hybrid.pipeline.outline import Returned
 from hybrid.pipeline.plan import OwnForwardPlan
 from hybrid.pipeline.random_state import kept_generators, set_generators
+from hybrid.pipeline.reruns import Reruns
 from hybrid.pipeline.root_hooks import around_units, check_backward_hooks_around, keep_to_the_ends
 from hybrid.pipeline.shells import Shells
 from hybrid.pipeline.unit_class import watch_calls
@@ -80,7 +81,7 @@ class OwnForwardModel:
         self._around = around_units(model, plan.units)
         self._known: dict[Returned, Returned] = {}
         self._run: ChunkRun | None = None
-        self._backward_of: tuple[int, int] = (0, 0)
+        self._reruns = Reruns()
         self._seed = 0
         self.on_leave: Callable[[], None] = lambda: None
         """Called when a chunk leaves the forward in its middle."""
@@ -169,7 +170,7 @@ class OwnForwardModel:
 
     def begin_backward(self, chunk: int, micro_batch: int) -> None:
         """The backward of this chunk begins: recompute draws again what its forward drew."""
-        self._backward_of = (chunk, micro_batch)
+        self._reruns.begin_backward(chunk, micro_batch)
 
     @contextmanager
     def batch(self, inputs: Sequence[Inputs], *, seed: int) -> Iterator[None]:
@@ -189,6 +190,7 @@ class OwnForwardModel:
                 yield
         finally:
             self._batch = None
+            self._reruns.clear()
 
     def run_chunk(self, chunk: int, micro_batch: int, value: Any) -> Any:
         """Call the model, hooks and all, for one chunk.
@@ -259,6 +261,8 @@ class OwnForwardModel:
         if run.is_inside:  # a unit that runs inside another one is part of that
             return own(*args, **kwargs)
         index = run.begin_call(name)
+        if index in run.way.flow.checkpointed:
+            self._reruns.note(run, index)
         if index < run.calls.start:
             output = run.returned_elsewhere(index, args, kwargs)
         else:
@@ -292,15 +296,23 @@ class OwnForwardModel:
 
     def _called_again(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In a backward: by a checkpoint that the model itself has put around the unit, or around more."""
-        chunk, micro_batch = self._backward_of
-        index = next(self._ways.calls_of(name, chunk), None)
+        reruns = self._reruns
+        if reruns.is_inside:
+            return own(*args, **kwargs)
+        chunk, micro_batch = reruns.place
+        again = reruns.find(name)
+        # A function of the model's own may run its unit again without a checkpoint.
+        index = again.index if again is not None else next(self._ways.calls_of(name, chunk), None)
         if index is None:
             raise ModelError(
-                f"a checkpoint (recompute) in the model's own code covers {name!r} together with units of other "
-                "pipeline chunks, and runs it again in backward, where it is not: checkpoint single units, with "
-                "use_reentrant=False, or use strategy.recompute"
+                f"{name!r} runs again in backward by code of the model's own, on a stage that does not hold it: "
+                "checkpoint single units, by torch.utils.checkpoint with use_reentrant=False, or use strategy.recompute"
             )
-        output = own(*args, **kwargs)
+        if again is not None and again.elsewhere is not None:
+            output = again.elsewhere.returned_elsewhere(index, args, kwargs)
+        else:
+            with reruns.inside():
+                output = own(*args, **kwargs)
         self._draw_from(index, micro_batch)
         return output
 

@@ -25,7 +25,7 @@ def map_leaves(value: Any, kind: type[Any], function: Callable[[Any], Any]) -> A
         named: Any = value
         return _with_attributes(named._make(map_leaves(item, kind, function) for item in value), value)
     if isinstance(value, list | tuple):
-        return _with_attributes(type(value)(map_leaves(item, kind, function) for item in value), value)
+        return _with_attributes(_made(value, [map_leaves(item, kind, function) for item in value]), value)
     if type(value) is dict:
         return {key: map_leaves(item, kind, function) for key, item in value.items()}
     if isinstance(value, Mapping):
@@ -42,6 +42,18 @@ def map_leaves(value: Any, kind: type[Any], function: Callable[[Any], Any]) -> A
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _changed(value, kind, function)
     return value
+
+
+def _made(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """A list or tuple of this class, whatever its constructor takes."""
+    try:
+        return type(value)(items)
+    except TypeError:
+        if isinstance(value, tuple):
+            return tuple.__new__(type(value), items)
+    made = copy.copy(value)
+    made[:] = items
+    return made
 
 
 def _with_attributes(mapped: Any, value: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from hybrid.contracts.schedule import SCHEDULE_NAMES, fewer_micro_batches, make_schedule
 from hybrid.contracts.schedule_check import check_schedule
+from hybrid.contracts.schedule_choice import choose_schedule
 from hybrid.contracts.schedule_text import to_csv, to_text
 from hybrid.errors import StrategyError
 from hybrid.strategy import DistributedStrategy
@@ -93,3 +94,16 @@ def test_fewer_micro_batches_run_in_the_same_order(name: str) -> None:
             assert part.num_micro_batches == count
             check_schedule(part)
     assert to_text(fewer_micro_batches(whole, 2 * num_stages)) == to_text(whole)
+
+
+@pytest.mark.parametrize("sizes", [(10**9, 4, 1), (2, 10**8, 1), (2, 10**8, 10**8)])
+def test_numbers_with_zeros_too_many_are_refused_at_once(sizes: tuple[int, int, int]) -> None:
+    """The list of actions was made first, for hours."""
+    stages, micro_batches, chunks = sizes
+    with pytest.raises(StrategyError, match=r"forwards, more than any run has .* lower the largest of these"):
+        choose_schedule(
+            "interleaved" if chunks > 1 else "1f1b",
+            num_stages=stages,
+            num_micro_batches=micro_batches,
+            virtual_stages=chunks,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -239,6 +240,24 @@ class Pieces(list[Any]):
     """A list with an attribute."""
 
 
+class Checked(collections.namedtuple("Checked", ("x", "mask"))):
+    """A named tuple whose constructor looks at what it gets."""
+
+    def __new__(cls, x: torch.Tensor, mask: Any) -> Checked:
+        assert x.dim() == 2
+        return super().__new__(cls, x, mask)
+
+
+class Both(tuple[Any, ...]):
+    def __new__(cls, x: torch.Tensor, mask: Any) -> Both:
+        return super().__new__(cls, (x, mask))
+
+
+class Two(list[Any]):
+    def __init__(self, x: torch.Tensor, mask: Any) -> None:
+        super().__init__((x, mask))
+
+
 def test_every_field_of_a_dataclass_stays() -> None:
     """Fields that the constructor does not take were dropped by every cast and every boundary."""
     ones = torch.ones(2)
@@ -263,6 +282,26 @@ def dataclasses_cross() -> None:
         return value
 
     as_plain(make_late, lambda layer, value: layer.linear(value.x) * value.mask)
+
+
+def containers_of_ones_own_cross() -> None:
+    for kind in (Checked, Both, Two, collections.UserDict):
+
+        def make(layer: Any, x: torch.Tensor, kind: Any = kind) -> Any:
+            value = kind(x=layer.linear(x), mask=(x > 0).float())
+            return value
+
+        def use(layer: Any, value: Any, kind: Any = kind) -> torch.Tensor:
+            assert type(value) is kind
+            x, mask = value.values() if isinstance(value, collections.UserDict) else value
+            return layer.linear(x) * mask
+
+        as_plain(make, use)
+
+
+def test_containers_with_constructors_of_their_own() -> None:
+    """The receiving rank called the constructor with what stands for the tensors: an AttributeError in mid-step."""
+    run_ranks(containers_of_ones_own_cross, 2)
 
 
 # ---- other tensors -----------------------------------------------------------------------------------------------

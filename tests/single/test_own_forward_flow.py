@@ -268,6 +268,66 @@ def test_a_loss_over_sequences_in_the_model() -> None:
     assert found.flow.output_reads == {(3, "")}
 
 
+def test_what_the_inputs_choose_of_values() -> None:
+    """Sequence classifiers take the positions of the last tokens, losses the tokens that count. The shapes are those of
+    the inputs: all of it was refused as a forward that cannot run."""
+
+    class Choosing(Blocks):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+            x, counts = super().forward(x), labels != -100
+            chosen = x[counts] + x.masked_select(counts[:, None]).view(-1, 4) + x[:, counts][:, :1].expand(3, 4)[counts]
+            assert chosen.shape == (2, 4)
+            return functional.cross_entropy(chosen, labels[counts])
+
+        def between(self, place: int, x: torch.Tensor, block: nn.Module) -> torch.Tensor:
+            x = block(x)
+            if place == 1:
+                x = x.clone()
+                x[torch.tensor([True, False, True])] = 0.0
+            return x
+
+    found = plan(Choosing(), {"x": X, "labels": torch.tensor([3, -100, 1])})
+    assert crossing(found) == [["blocks.1"]]
+    assert found.flow.output_reads == {(3, "")}
+
+
+def test_units_run_on_the_lengths_of_the_sample() -> None:
+    """A packed sequence has its sizes among its values: on zeros an LSTM has nothing to do."""
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.LSTM(4, 4, batch_first=True) for _ in range(2))
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            packed, _ = self.second(self.first(packed)[0])
+            return self.head(nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0])
+
+    sample = {"x": torch.randn(3, 5, 4), "lengths": torch.tensor([2, 5, 3])}
+    found = plan(Reading(), sample, 3)
+    assert [call.unit for call in found.flow.calls] == ["first", "second", "head"]
+    assert crossing(found) == [["first:0.0"], ["second:0.0"]]
+    shapes = [dict(call.values).popitem()[1].shape for call in found.flow.calls]
+    assert shapes[2] == (3, 5, 4)
+
+
+def test_a_grouped_product_has_the_type_that_is_asked_for() -> None:
+    """It had the type of its inputs, and the rest of the layer failed where types must meet."""
+
+    class Grouped(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = self.weight.bfloat16()[None]
+            ends = torch.tensor([3], dtype=torch.int32)
+            return functional.grouped_mm(x.bfloat16(), weights, offs=ends, out_dtype=torch.float32) @ self.weight
+
+    model = Blocks()
+    model.blocks = nn.ModuleList(Grouped() for _ in range(2))
+    values = [value for call in plan(model, X).flow.calls for _, value in call.values]
+    assert [(value.shape, value.dtype) for value in values] == [((3, 4), "float32")] * 2
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

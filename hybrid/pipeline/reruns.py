@@ -1,0 +1,99 @@
+"""Units that a checkpoint of the model's own runs again in backward: which of their calls that is, and what it returns.
+
+The code around a unit in a checkpoint runs again as well, on a stage that has the unit and on the one behind the cut:
+
+    checkpoint(lambda x: dropout(block(x)), x)     the stage behind has what `block` returned, and drops out of that
+
+A unit may be called several times. The random state before a call tells them apart: it is another before each, and a
+checkpoint brings it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hybrid.errors import ModelError
+from hybrid.pipeline.chunk_run import ChunkRun
+
+__all__ = ["Rerun", "Reruns"]
+
+_Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """A call in a forward that is to come again.
+
+    Args:
+        index: its number in the forward.
+        state: of torch's generator before it.
+        elsewhere: of a call of an earlier chunk, what has come from there.
+    """
+
+    index: int
+    state: torch.Tensor
+    elsewhere: ChunkRun | None
+
+
+class Reruns:
+    """Those of the micro-batches that are between forward and backward."""
+
+    def __init__(self) -> None:
+        self.place: _Key = (0, 0)
+        """(chunk, micro-batch) whose backward runs."""
+        self.is_inside = False
+        """Whether a unit runs again."""
+        self._noted: dict[_Key, dict[str, list[Rerun]]] = {}
+
+    def note(self, run: ChunkRun, index: int) -> None:
+        """A unit is about to be called in a forward, inside a checkpoint."""
+        if not torch.is_grad_enabled():
+            return
+        noted = self._noted.setdefault((run.chunk, run.micro_batch), {})
+        unit = run.way.flow.calls[index].unit
+        elsewhere = run.as_received(index) if index < run.calls.start else None
+        again = Rerun(index=index, state=torch.random.get_rng_state(), elsewhere=elsewhere)
+        noted.setdefault(unit, []).append(again)
+
+    def begin_backward(self, chunk: int, micro_batch: int) -> None:
+        """What was noted for the backward before this one goes."""
+        if self.place != (chunk, micro_batch):
+            self._noted.pop(self.place, None)
+        self.place = (chunk, micro_batch)
+
+    def clear(self) -> None:
+        """A step ends, or has failed."""
+        self._noted.clear()
+        self.is_inside = False
+
+    def find(self, unit: str) -> Rerun | None:
+        """The call of a unit that comes again now; None where none was noted.
+
+        Raises:
+            ModelError: it may be one of several.
+        """
+        noted = self._noted.get(self.place, {}).get(unit, [])
+        if len(noted) < 2:
+            return noted[0] if noted else None
+        state = torch.random.get_rng_state()
+        alike = [again for again in noted if torch.equal(again.state, state)]
+        if len(alike) != 1:
+            raise ModelError(
+                f"checkpoints (recompute) in the model's own code cover {len(noted)} calls of {unit!r}, and which of "
+                "them comes again in backward cannot be told without the random state: leave preserve_rng_state=True, "
+                "or use strategy.recompute"
+            )
+        return alike[0]
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A unit runs again: units in it are part of it."""
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False

@@ -1,0 +1,73 @@
+"""Checkpoints in a model's own code, around a unit and what stands beside it, under a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import hybrid
+from tests.pipeline_models import own, pipeline_variant
+from tests.ranks import RankFailure, run_ranks
+
+WIDTH = 12
+
+
+class Checkpointed(nn.Module):
+    """Its blocks run several times, each time in a checkpoint of its own with a dropout behind them."""
+
+    def __init__(self, *, blocks: int, passes: int, **settings: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+        self.drop = nn.Dropout(0.4)
+        self.passes, self.settings = passes, settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.passes):
+            for block in self.blocks:
+                run = functools.partial(self.run, block)
+                x = checkpoint(run, x, use_reentrant=False, **self.settings) if self.settings else run(x)
+        return x
+
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.drop(block(x)))
+
+
+def numbers(*, blocks: int, passes: int, **settings: Any) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator))] * 2
+    torch.manual_seed(3)
+    model: Any = Checkpointed(blocks=blocks, passes=passes, **settings)
+    with pipeline_variant(2, mb=2, seed=5) as strategy:
+        model = hybrid.distributed_model(model, strategy=strategy, sample=torch.zeros(4, WIDTH))
+        optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        for batch in batches:
+            result = model.train_batch(own(batch), optimizer, loss_fn=functional.mse_loss)
+            found += [result.loss.item(), result.grad_norm.item()]
+    return found
+
+
+def as_without() -> None:
+    for blocks, passes in ((4, 1), (2, 4)):
+        wanted, found = numbers(blocks=blocks, passes=passes), numbers(blocks=blocks, passes=passes, debug=False)
+        assert found == wanted, (blocks, passes, found, wanted)
+
+
+def test_what_stands_beside_a_unit_in_a_checkpoint_runs_again() -> None:
+    """With one block per stage a rank ended the step with advice that had been followed. Where blocks run several
+    times, the stage behind the cut ran its own block on what it did not have: the gradients were NaN, without a word;
+    and a later call of a block dropped out other elements than in its forward."""
+    run_ranks(as_without, 2)
+
+
+def test_calls_that_nobody_can_tell_apart_are_refused() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(numbers, 2, blocks=2, passes=4, preserve_rng_state=False)
+    assert "which of them comes again in backward cannot be told" in str(failure.value)
+    assert "preserve_rng_state=True" in str(failure.value)
