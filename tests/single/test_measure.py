@@ -290,6 +290,13 @@ class _Stack(nn.Module):
         return self.last(x)
 
 
+def test_why_a_model_is_not_cut_is_told_in_a_whole_sentence() -> None:
+    """The runtime's message goes on with a list of layers, of which the plan showed "Its linear layers:" alone."""
+    model = nn.Sequential(*(nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16)) for _ in range(2)))
+    (note,) = (note for note in spec_of(model, sample=torch.zeros(2, 16)).notes if "tensor parallel" in note)
+    assert note.endswith("no rule is known for cutting the layers of Sequential")
+
+
 def test_a_model_without_attention_is_measured_too() -> None:
     """Any module: here one of linear layers, whose first product needs no gradient of its input."""
     spec = spec_of(_Stack(), sample=torch.zeros(4, 8))

@@ -127,6 +127,8 @@ def _tensor_facts(model: nn.Module, plan: Mapping[str, Any] | None) -> tuple[Ten
         return tensor_facts(model, plan), ()
     except (ModelError, StrategyError) as error:
         reason = str(error).splitlines()[0]
+        if reason.endswith(":"):  # a list follows, which is no part of a line of notes
+            reason = reason[:-1].rpartition(". ")[0] or reason[:-1]
         return TensorFacts.unknown(model, reason), (f"no layer counts as cut by tensor parallel: {reason}",)
 
 
