@@ -6,6 +6,7 @@ A command's module is imported when the command is asked for: most need librarie
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -89,6 +90,14 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _command(cmd_name) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS:
+            near = get_close_matches(args[0], COMMANDS)  # typer's own looks among commands that are imported already
+            ctx.fail(
+                f"No such command {args[0]!r}." + (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
+            )
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

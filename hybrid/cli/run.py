@@ -132,6 +132,8 @@ def run(
         min_processes=min_nproc,
         log_dir=log_dir,
     )
+    if nproc == 1 and any(one.partition("=")[0] == "--nproc" for one in arguments or ()):
+        _say(f"one rank: --nproc behind {script} is handed to the script; hybrid run's own stands before it")
     job.check()
     directory = job.resume_directory
     if directory is not None:

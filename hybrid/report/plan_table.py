@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -39,7 +39,7 @@ _PART_NAMES = {
 
 
 def ranking(plans: Plans, *, width: int) -> RenderableType:
-    """The plans, best first: layout, step, parts of the step in %, memory; in two tables where one is too wide."""
+    """The plans, best first: layout, step, parts of the step in %, memory; in several tables where one is too wide."""
     job = plans.request.job
     title = (
         f"{job.model.name} ({format_count(job.model.num_parameters)} parameters) on {job.cluster.name}: "
@@ -49,12 +49,30 @@ def ranking(plans: Plans, *, width: int) -> RenderableType:
     numbers, *rest = whole
     costs = list(_cost_columns(plans))
     layouts = rest[: len(rest) - len(costs)]
-    if sum(max(map(len, [head, *cells])) + 2 for head, cells in whole) <= width + 2:
+    if _width(whole) <= width:
         return _columns(whole, title=title)
-    return Group(_columns([numbers, *layouts], title=title), Text(""), _columns([numbers, *costs], title=None))
+    first, *more = [one for part in (layouts, costs) for one in _beside(numbers, part, width=width)]
+    return Group(
+        _columns(first, title=title), *(part for one in more for part in (Text(""), _columns(one, title=None)))
+    )
 
 
 Column = tuple[str, list[str]]
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(max(map(len, [head, *cells])) + 2 for head, cells in columns) - 2
+
+
+def _beside(numbers: Column, columns: Sequence[Column], *, width: int) -> Iterator[list[Column]]:
+    """The columns in as few tables as the width allows, each with the plans' numbers in front: nothing is cut off."""
+    table = [numbers]
+    for column in columns:
+        if len(table) > 1 and _width([*table, column]) > width:
+            yield table
+            table = [numbers]
+        table.append(column)
+    yield table
 
 
 def plan_columns(plans: Plans) -> list[Column]:
@@ -106,7 +124,7 @@ def _layout_columns(plans: Plans) -> Iterator[Column]:
 def _cost_columns(plans: Plans) -> Iterator[Column]:
     devices = plans.request.job.cluster.num_devices
     yield "step", [format_seconds(plan.time.total_seconds) for plan in plans]
-    yield "tokens/s/dev", [f"{plan.tokens_per_second / devices:,.0f}" for plan in plans]
+    yield "tok/s/dev", [f"{plan.tokens_per_second / devices:,.0f}" for plan in plans]
     yield "MFU", [f"{plan.model_flops_utilization:.1%}" for plan in plans]
     shares = [
         [sum(plan.time.parts.get(part, 0.0) for part in parts) / plan.time.total_seconds for parts in _COLUMNS.values()]

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -346,9 +347,13 @@ def build(reference: str) -> tuple[Model, Any, str]:
         for part in attribute.split("."):
             factory = getattr(factory, part)
     except ImportError as error:
-        raise StrategyError(f"--model {reference!r}: cannot import {name!r}: {error}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        looked = f" (looked in {os.getcwd()} and on Python's path)" if is_missing else ""
+        raise StrategyError(f"--model {reference!r}: cannot import {name!r}: {error}{looked}") from error
     except AttributeError as error:
-        raise StrategyError(f"--model {reference!r}: {error}") from error
+        near = get_close_matches(attribute, vars(sys.modules[name])) if name in sys.modules else []
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise StrategyError(f"--model {reference!r}: {error}{hint}") from error
     if is_module(factory):
         return factory, None, ""
     if not callable(factory):

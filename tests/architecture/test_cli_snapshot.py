@@ -54,13 +54,22 @@ def test_options_are_the_frozen_ones() -> None:
 
 
 def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`python -m hybrid.cli.app` did nothing, and ended with 0."""
+    """`python -m hybrid.cli.app` did nothing, and ended with 0; `python -m hybrid` was no module."""
     monkeypatch.setattr(sys, "argv", ["hybrid", "--version"])
-    monkeypatch.delitem(sys.modules, "hybrid.cli.app")
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("hybrid.cli.app", run_name="__main__")
-    assert not ended.value.code
-    assert capsys.readouterr().out.startswith("hybrid ")
+    for module in ("hybrid.cli.app", "hybrid"):
+        monkeypatch.delitem(sys.modules, "hybrid.cli.app", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__")
+        assert not ended.value.code
+        assert capsys.readouterr().out.startswith("hybrid ")
+
+
+def test_a_misspelt_command_names_the_nearest() -> None:
+    """typer looks for it among the commands that are imported already: none."""
+    told = CliRunner().invoke(app, ["plna"])
+    assert told.exit_code == 2
+    assert "No such command 'plna'. Did you mean 'plan'?" in told.output
+    assert "Did you mean" not in CliRunner().invoke(app, ["xyz"]).output
 
 
 @pytest.mark.parametrize("words", [(), ("cluster",), ("checkpoint",)])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import hybrid
 from hybrid.cli.app import main
@@ -17,6 +19,7 @@ from hybrid.planner.plan import Plans
 from hybrid.report.page import Section, TableData, page
 from hybrid.report.pictures import Point, points
 from hybrid.report.plan_page import plan_page
+from hybrid.report.plan_table import plan_columns, ranking
 from hybrid.report.schedule_page import schedule_page
 
 VOID = {"meta", "link", "br", "img", "input", "rect", "path", "circle"}
@@ -51,6 +54,18 @@ class Reader(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize(("width", "num_tables"), [(40, 5), (60, 4), (80, 2), (200, 1)])
+def test_the_ranking_cuts_nothing_off_on_a_narrow_terminal(width: int, num_tables: int) -> None:
+    """At 80 columns the chance of running out of memory was `0.…`, at 60 every cell, and the numbers were gone."""
+    plans = hybrid.plan("llama3-8b", "1x8xH100", global_batch_size=64)
+    told = StringIO()
+    Console(width=width, file=told, force_terminal=False).print(ranking(plans, width=width))
+    assert "…" not in told.getvalue()
+    for head, cells in plan_columns(plans):
+        assert all(cell in told.getvalue() for cell in [head, *cells]), head
+    assert sum(line.lstrip().startswith("#") for line in told.getvalue().splitlines()) == num_tables
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -64,6 +65,16 @@ def test_why_explains_a_layout(tmp_path: Path) -> None:
     assert "tp = 3 does not divide 32 (attention heads)" in done.stdout
     done = hybrid_here(*SMALL, "--why", "tp=1", cwd=tmp_path)
     assert "more: name more of the layout" in done.stdout
+    first = done.stdout.splitlines()[0]
+    assert "the fastest of all is one of these" in first or "more than the fastest of all: " in first
+    done = hybrid_here(*SMALL, "--fix", "zero_stage=3", "--why", "micro_batch_size=2,recompute=full", cwd=tmp_path)
+    first = done.stdout.splitlines()[0]
+    slow, share, fast = re.fullmatch(
+        r"the fastest of these that fits, .* mb2x.* full.*, takes (\S+) s a step, (\S+)% more than the fastest of all: "
+        r".* z3 .* takes (\S+) s a step",
+        first,
+    ).groups()  # type: ignore[union-attr]
+    assert float(share) == pytest.approx(100 * (float(slow) / float(fast) - 1), abs=0.5)
     for option, value in (("--out", "strategy.yaml"), ("--best", "3")):
         done = hybrid_here(*SMALL, "--why", "tp=1", option, value, cwd=tmp_path)
         assert done.returncode == 2

@@ -83,6 +83,7 @@ sys.exit(0)
     [
         pytest.param(["--nproc", "3", "--strategy", "bad.yaml", "job.py"], "shard_size", id="strategy"),
         pytest.param(["--nproc", "0", "gone.py"], "--nproc is 0; expected 1 or more; script gone.py", id="both"),
+        pytest.param(["gone.py", "--nproc=2"], "one rank: --nproc behind gone.py is handed to the script", id="behind"),
         pytest.param(["--nproc", "100000", "job.py"], "--nproc is 100000: each takes more than", id="too-many"),
         pytest.param(["--nnodes", "2", "job.py"], "needs --node-rank and --master-addr", id="nodes"),
         pytest.param(["--node-rank", "0", "job.py"], "--node-rank given with --nnodes 1", id="no-effect"),

@@ -160,6 +160,7 @@ def test_command_builds_in_full_what_needs_values(tmp_path: Path) -> None:
         ("users_models", "expected package.module:factory"),
         ("no_such_module:gpt", "No module named 'no_such_module'"),
         ("users_models:nothing", "has no attribute 'nothing'"),
+        ("users_models:fail", "has no attribute 'fail'; did you mean fails?"),
         ("users_models:number", "expected a function or a class, got int"),
         ("users_models:other", "expected a torch.nn.Module, got str"),
         ("users_models:fails", "the factory raised ZeroDivisionError"),
