@@ -87,6 +87,7 @@ class Runtime:
         # and those of which the settled gradients are the mean already, if somebody looked in between.
         self.accumulated_weight: torch.Tensor | None = None
         self._settled_weight: float | None = None
+        self._rounds_dropped = 0
         self.accumulated_labels: torch.Tensor | None = None
         """Of the same calls, what tells whether all micro-batches have as many labels per sample."""
         # Whether other ranks may have gradients that are not settled, even if this one has none. Set where all ranks
@@ -158,6 +159,7 @@ class Runtime:
         train_batch runs backward on sums over samples (or tokens), so the sum is divided by all of these; what was
         settled before, a mean over fewer, is brought to the same divisor.
         """
+        self._rounds_dropped = 0
         if self.strategy.loss_reduction == "sum" or self.accumulated_weight is None:
             is_sum = self.strategy.loss_reduction == "sum"
             self.engine.settle(1.0 if is_sum else 1.0 / self.strategy.data_parallel_size)
@@ -228,6 +230,7 @@ class Runtime:
     def forget_accumulation(self) -> None:
         """The gradients that train_batch left are gone, and with them their weight."""
         self.accumulated_weight = self._settled_weight = self.accumulated_labels = None
+        self._rounds_dropped = self.engine.reducer.rounds_since_settlement
         self._failed = ""
         self.engine.reducer.saw_plain_backward = False
 
@@ -248,7 +251,7 @@ class Runtime:
         if self._failed == "alone":
             return False
         reducer = self.engine.reducer
-        is_fresh = reducer.has_unreduced() or reducer.rounds_since_settlement > 0
+        is_fresh = reducer.has_unreduced() or reducer.rounds_since_settlement > self._rounds_dropped
         return is_fresh or self.accumulated_weight is not None
 
     def synchronise(

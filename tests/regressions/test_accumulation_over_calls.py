@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,20 @@ def test_emptied_gradients_take_their_weight_with_them(emptied: str) -> None:
     The next step was divided by its own samples and the thrown-away ones: an update too small, without a word.
     """
     run_ranks(check_emptied, 2, emptied)
+
+
+def check_saving(folder: str) -> None:
+    for stage in (0, 2, 3):
+        with variant(stage=stage) as strategy:
+            model, optimizer = wrapped(mlp(), sgd, strategy)
+            accumulate(model, optimizer, 0)
+            model.zero_grad()
+            hybrid.save_checkpoint(folder, model, optimizer, step=stage)
+            accumulate(model, optimizer, 0)
+            with pytest.raises(hybrid.CheckpointError, match=r"zero_grad\(\) first"):
+                hybrid.save_checkpoint(folder, model, optimizer, step=stage + 10)
+
+
+def test_a_save_after_gradients_were_emptied(tmp_path: Path) -> None:
+    """At stages 2 and 3 it was refused, with the advice to call zero_grad() first."""
+    run_ranks(check_saving, 2, str(tmp_path))
