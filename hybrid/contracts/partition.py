@@ -119,6 +119,7 @@ def partition_bucket(
     element_bytes: int,
     kind: PartitionKind = "element",
     loads: list[int] | None = None,
+    planned: Sequence[int] | None = None,
 ) -> BucketPartition:
     """Lay parameters out in one bucket and cut it.
 
@@ -129,6 +130,7 @@ def partition_bucket(
         kind: `"element"` or `"parameter"`.
         loads: elements that each shard already owns in other buckets; used by and updated for kind
             `"parameter"`, so that ranks are balanced over all buckets.
+        planned: numbers of elements to balance by, where other ranks that sum the same gradients may hold more or less.
 
     Raises:
         ValueError: num_shards or element_bytes below 1, or an unknown kind.
@@ -142,7 +144,7 @@ def partition_bucket(
         shard = shard_elements([size for _, size in sizes], num_shards=num_shards, element_bytes=element_bytes)
         return BucketPartition(kind=kind, entries=entries, bounds=tuple(shard * i for i in range(num_shards + 1)))
     if kind == "parameter":
-        return _partition_whole(sizes, num_shards=num_shards, align=align, loads=loads)
+        return _partition_whole(sizes, num_shards=num_shards, align=align, loads=loads, planned=planned)
     raise ValueError(f"unknown partition kind {kind!r}; known: 'element', 'parameter'")
 
 
@@ -188,15 +190,21 @@ def alignment_bytes(total_bytes: int, *, num_shards: int) -> int:
 
 
 def _partition_whole(
-    sizes: Sequence[tuple[str, int]], *, num_shards: int, align: int, loads: list[int] | None
+    sizes: Sequence[tuple[str, int]],
+    *,
+    num_shards: int,
+    align: int,
+    loads: list[int] | None,
+    planned: Sequence[int] | None,
 ) -> BucketPartition:
     """Longest first onto the least loaded shard: at most 4/3 of the best balance (Graham 1969, LPT rule)."""
     totals = loads if loads is not None else [0] * num_shards
+    weights = [size for _, size in sizes] if planned is None else planned
     owners: list[list[int]] = [[] for _ in range(num_shards)]
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index][1]):
+    for index in sorted(range(len(sizes)), key=lambda index: -weights[index]):
         shard = min(range(num_shards), key=lambda shard: (totals[shard], shard))
         owners[shard].append(index)
-        totals[shard] += sizes[index][1]
+        totals[shard] += weights[index]
     entries: list[Entry] = []
     bounds = [0]
     for owned in owners:

@@ -69,7 +69,7 @@ def make_buckets(
 
     At stage 3 a bucket holds either blocks or what lies around them, since the two live for different times.
     `planned_elements` stands for the size of a parameter that other ranks may hold more or less of: which parameters
-    lie together must not differ between ranks. With a `host` their state lies there.
+    lie together, and which rank has them whole, must not differ between ranks. With a `host` their state lies there.
     """
     launch_order = {fqn: place for place, fqn in enumerate(reversed(list(parameters)))}
     planned: list[tuple[BucketKey, tuple[str, ...]]] = []
@@ -105,6 +105,7 @@ def make_buckets(
             element_bytes=min(key.dtype.itemsize, key.grad_dtype.itemsize),
             kind=kind,
             loads=loads.setdefault(group.ranks, [0] * group.size),
+            planned=[planned_elements.get(fqn, parameters[fqn].numel()) for fqn in fqns],
         )
         keeps_parameters = host is not None and host.holds_parameters
         make = Bucket if host is None else partial(OffloadedBucket, host=host)
