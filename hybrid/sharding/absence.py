@@ -15,7 +15,7 @@ from torch import nn
 
 from hybrid.metadata import METADATA_CALLS
 
-__all__ = ["AbsentParameter", "Keeper", "bring_all", "mark_absent", "mark_present"]
+__all__ = ["AbsentParameter", "Keeper", "bring_all", "mark_absent", "mark_present", "set_present_class"]
 
 # Metadata, and what puts a gradient there or takes it away.
 _HARMLESS: frozenset[Any] = METADATA_CALLS | {
@@ -73,6 +73,8 @@ class AbsentParameter(nn.Parameter):
         return nn.Parameter.__reduce_ex__(self, protocol)
 
 
+# id of a parameter that lives -> its class while it is present, where that is another one than nn.Parameter.
+_present_classes: dict[int, tuple[weakref.ref[nn.Parameter], type[nn.Parameter]]] = {}
 # id of an absent parameter -> its keeper. An entry lives only while the parameter is absent and its keeper alive.
 _keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
 
@@ -80,7 +82,7 @@ _keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary
 def mark_absent(parameters: Iterable[nn.Parameter], keeper: Keeper) -> None:
     """From now on, uses of these parameters go to `keeper`. A subclass of Parameter keeps its class."""
     for parameter in parameters:
-        if type(parameter) is nn.Parameter:
+        if type(parameter) is _present_class(parameter):
             parameter.__class__ = AbsentParameter
             _keepers[id(parameter)] = keeper
 
@@ -89,8 +91,23 @@ def mark_present(parameters: Iterable[nn.Parameter]) -> None:
     """Uses of these parameters are ordinary again."""
     for parameter in parameters:
         if type(parameter) is AbsentParameter:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            parameter.__class__ = _present_class(parameter)  # type: ignore[assignment]
             _keepers.pop(id(parameter), None)
+
+
+def set_present_class(parameter: nn.Parameter, present: type[nn.Parameter]) -> None:
+    """Which class a plain parameter has from now on, while it is present. Taken back with nn.Parameter."""
+    key, before = id(parameter), _present_class(parameter)
+    _present_classes.pop(key, None)
+    if present is not nn.Parameter:
+        _present_classes[key] = (weakref.ref(parameter, lambda _: _present_classes.pop(key, None)), present)
+    if type(parameter) is before:
+        parameter.__class__ = present
+
+
+def _present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    known = _present_classes.get(id(parameter))
+    return nn.Parameter if known is None or known[0]() is not parameter else known[1]
 
 
 def bring_all(value: Any) -> None:

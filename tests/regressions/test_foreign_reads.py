@@ -1,0 +1,129 @@
+"""Cut weights in the hands of code that is not their layer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hybrid
+from tests.multi_rank.case_runs import ONE_STEP, assert_close, assert_weights, seeded, weights_of
+from tests.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = hidden + self.fc2(torch.relu(self.fc1(hidden)))
+        return result
+
+
+class Net(nn.Module):
+    """Two blocks between an embedding and what `head` makes of the last values."""
+
+    def __init__(self, head: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(91)
+        self.embed_tokens, self.layers = nn.Embedding(11, 6), nn.ModuleList([Block(), Block()])
+        self.head = head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self, hidden)
+
+
+def tied(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return functional.linear(hidden, model.embed_tokens.weight).softmax(-1).square().mean()
+
+
+def with_norm(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.square().mean() + model.layers[0].fc1.weight.norm()
+
+
+def with_squares(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    penalty: torch.Tensor = sum(parameter.square().sum() for parameter in model.parameters())  # type: ignore[assignment]
+    return hidden.square().mean() + 0.1 * penalty
+
+
+def plain_mean(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    weight = model.layers[0].fc1.weight
+    model.seen = weight.detach().norm(), weight.dtype, weight.shape  # these give no gradient
+    return hidden.square().mean()
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, penalty: Callable[[Any], Any]) -> torch.Tensor:
+    ids = torch.randint(11, (4, 5), generator=seeded(92))
+    for _ in range(2):
+        loss: torch.Tensor = model(ids) + penalty(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def run(stage: int, head: Any, penalty: Any, plan: dict[str, str] | None) -> tuple[Any, torch.Tensor]:
+    strategy = hybrid.DistributedStrategy(timeout_seconds=20, sharding=True, sharding_configs={"stage": stage})
+    strategy.tensor_parallel = True
+    strategy.tensor_parallel_configs = {"degree": 2, "plan": plan} if plan else {"degree": 2}
+    model = hybrid.distributed_model(Net(head), strategy=strategy)
+    optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    return model, train(model, optimizer, penalty)
+
+
+def nothing(model: Any) -> float:
+    return 0.0
+
+
+def norm(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.layers[0].fc1.weight.norm()
+    return found
+
+
+def check_refused() -> None:
+    for stage in (0, 3):
+        for head, penalty in ((tied, nothing), (with_norm, nothing), (with_squares, nothing), (plain_mean, norm)):
+            plain = Net(head)
+            wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), penalty)
+            if stage == 0 or penalty is nothing:
+                with pytest.raises(hybrid.ModelError, match=r"code outside its layer computes with it"):
+                    run(stage, head, penalty, None)
+                hybrid.shutdown()
+            if head is tied:  # what the message says
+                model, loss = run(stage, head, penalty, {"embed_tokens": "replicated"})
+                assert_close(loss, wanted, ONE_STEP, "loss")
+                assert_weights(model, weights_of(plain), ONE_STEP)
+                hybrid.shutdown()
+
+
+def check_free_again() -> None:
+    """Metadata and what gives no gradient may be read at any time; after the first step all is as it was."""
+    plain = Net(plain_mean)
+    wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), nothing)
+    for stage in (0, 1, 3):
+        model, loss = run(stage, plain_mean, nothing, None)
+        assert_close(loss, wanted, ONE_STEP, "loss")
+        assert_weights(model, weights_of(plain), ONE_STEP)
+        with model.gather_parameters():
+            assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        hybrid.shutdown()
+
+
+def test_computing_with_a_part_of_a_weight_is_refused() -> None:
+    """A head by `F.linear` over the embedding's weight, or a penalty on weights, took this rank's part for the whole.
+
+    Losses and gradients were those of another model, alike on no two ranks, and nothing was said.
+    """
+    run_ranks(check_refused, 2)
+
+
+def test_other_reads_of_a_cut_weight_are_free() -> None:
+    run_ranks(check_free_again, 2)
