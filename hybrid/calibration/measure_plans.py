@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,7 @@ def measure_plans(
     # Of those that the answer names the first; of more those that differ most.
     wanted = measure_first(plans.result.found, max(count, _NAMED))[:count]
     chosen = [next(one for one in plans.result.found if one.candidate.label == label) for label in wanted]
-    with measuring_alone():
+    with measuring_alone() if launch is None else nullcontext():
         trials = [*_run_each(chosen, job, model, steps=steps or 0, progress=progress, launch=launch or _launch)]
     if progress is not None:
         progress(len(chosen), len(chosen), "")

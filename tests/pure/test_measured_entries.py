@@ -290,6 +290,7 @@ def test_ctrl_c_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise_if_stopped(replace(outcome, exit_code=143), tmp_path / "logs")
     raise_if_stopped(replace(outcome, exit_code=2), tmp_path)
     monkeypatch.setattr(calibrating, "run_job", lambda *args, **options: outcome)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # not the lock of this machine
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["calibrate", "--ranks", "2"])
     assert done.exit_code == 130
