@@ -105,7 +105,7 @@ class RegularLinks:
     @cached_property
     def _node(self) -> GraphLinks:
         """One domain, which stands for all: a last, smaller one hangs on a switch and looks the same to its members."""
-        size = self._part.devices * self._part.nodes_per_domain
+        size = min(self._part.devices * self._part.nodes_per_domain, len(self._domain))
         names = [str(place) for place in range(size)]
         graph = nx.Graph()
         graph.add_nodes_from(names, kind="device")

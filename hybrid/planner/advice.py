@@ -9,6 +9,7 @@ from typing import Any
 from hybrid.planner.cost import StepTime, least_step_seconds, step_time
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory import memory
+from hybrid.planner.remedies import LOSSES, remedy
 from hybrid.planner.request import Request
 from hybrid.planner.rules import rule
 from hybrid.planner.scaled import scaled_job
@@ -19,20 +20,6 @@ __all__ = ["COMMUNICATION", "Advice", "Sensitivity", "advise"]
 
 #: Parts of a step in which a device waits for others.
 COMMUNICATION = ("tp_exposed", "cp_exposed", "ep_exposed", "pp_transfer", "dp_exposed", "gather_exposed")
-# What each part of a step is, in words, and what usually makes it smaller.
-_PARTS = {
-    "tp_exposed": ("sums of tensor parallel", "a smaller tp, or sequence_parallel"),
-    "cp_exposed": ("exchange of keys and values", "a smaller cp"),
-    "ep_exposed": ("tokens on their way to experts", "a smaller ep, inside a node"),
-    "pp_transfer": ("messages between stages", "a smaller pp"),
-    "pp_bubble": ("the pipeline's bubble", "more micro-batches, or virtual stages"),
-    "dp_exposed": ("sums of gradients", "a larger batch per rank, or a smaller shard_size"),
-    "gather_exposed": ("gathers of parameters", "a smaller shard_size, or a lower ZeRO stage"),
-    "optimizer": ("the update of the weights", "a larger shard_size"),
-    "recompute": ("activations computed again", "a smaller micro-batch or more tp, so that they can be kept"),
-    "host": ("launching kernels", "a larger micro-batch, or a smaller tp"),
-    "elementwise": ("norms, activation functions and other pointwise work", "a compiler that fuses them"),
-}
 _COMMUNICATION_SHARE: float = rule("communication_share")
 _STAGE_3_BITS_PER_SECOND: float = rule("stage_3_bits_per_second")
 _CHANGE = 0.10
@@ -94,7 +81,7 @@ def advise(request: Request, result: SearchResult) -> Advice:
     time = best.time
     return Advice(
         binding=_binding(best, time),
-        loss=_loss(time),
+        loss=_loss(request.job, best),
         unlocks=unlocks(result),
         sensitivities=tuple(_sensitivities(request.job, result)),
         slow_device=_slow_device(request.job, best),
@@ -108,13 +95,14 @@ def _binding(best: Priced, time: StepTime) -> str:
     return f"{time.binding}; memory {used:.0%} used at the accepted risk"
 
 
-def _loss(time: StepTime) -> str:
-    lost = {name: seconds for name, seconds in time.parts.items() if name in _PARTS and seconds > 0}
+def _loss(job: Job, best: Priced) -> str:
+    time = best.time
+    lost = {name: seconds for name, seconds in time.parts.items() if name in LOSSES and seconds > 0}
     if not lost:
         return "nothing but computation"
     name = max(lost, key=lambda part: (lost[part], part))
-    what, remedy = _PARTS[name]
-    return f"{what}: {lost[name] / time.total_seconds:.0%} of the step; smaller with {remedy}"
+    ways = remedy(name, job, best.candidate)
+    return f"{LOSSES[name]}: {lost[name] / time.total_seconds:.0%} of the step; smaller with {ways}"
 
 
 def _sensitivities(job: Job, result: SearchResult) -> Iterator[Sensitivity]:
@@ -157,10 +145,9 @@ def _notes(request: Request, result: SearchResult, time: StepTime) -> Iterator[s
     share = sum(waiting.values()) / time.total_seconds
     if share > _COMMUNICATION_SHARE:
         name = max(waiting, key=lambda part: (waiting[part], part))
-        what, remedy = _PARTS[name]
         yield (
             f"communication takes {share:.0%} of the step, above 30 %: the network is the bottleneck, first of all "
-            f"{what}; try {remedy}"
+            f"{LOSSES[name]}; try {remedy(name, request.job, best.candidate)}"
         )
     if best.candidate.zero_stage == 3:
         if best.candidate.recompute == "none":
@@ -211,11 +198,10 @@ def _stage_notes(request: Request, best: Candidate) -> Iterator[str]:
 
 
 def _bits_per_device(job: Job, candidate: Candidate) -> float | None:
-    """Of the network, per device; None where all devices share fast links."""
+    """Of the network, per device, for gathers; None where those that gather share fast links."""
     if job.cluster.num_domains == 1:
         return None
-    dp = job.cluster.num_devices // (candidate.tp * candidate.pp)
-    links = job.cluster.axis_links(size=dp, stride=candidate.tp)
+    links = job.cluster.axis_links(size=candidate.dp_shard * candidate.cp, stride=candidate.tp)
     if links.num_domains == 1:
         return None
     return 8 * links.across_bytes_per_second / links.ranks_per_domain

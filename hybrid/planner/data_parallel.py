@@ -160,7 +160,7 @@ def state_seconds(
                 wait = known[key] = traffic.gathered_units(chunk, dense, expert, forward, backward)
             waits.append(wait)
         per_forward = per_backward = 1.0
-        if candidate.reshard_after == "run" and candidate.num_micro_batches > 1:
+        if candidate.reshard_after == "run":
             per_forward, per_backward = gathers_of_runs(
                 candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages
             )

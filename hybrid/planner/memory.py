@@ -270,11 +270,11 @@ def _least_of_rank(
         gathered = whole * precision.parameter / candidate.virtual_stages  # one chunk is whole at a time
     most_whole, kept_shards = float(trained * precision.gradient), 0.0
     if stage and not is_static:
-        if stage >= 2 and (candidate.grad_reduce == "every_micro_batch" or candidate.num_micro_batches == 1):
+        reduces_each_time = stage >= 2 and candidate.grad_reduce == "every_micro_batch"
+        if reduces_each_time or candidate.num_micro_batches == 1:
             most_whole, kept_shards = 0.0, reduced
-        elif candidate.num_micro_batches == 1:
-            most_whole = 0.0
-    backward = max(activations.before, activations.after + most_whole + kept_shards)
+    at_first = most_whole if is_static else 0.0
+    backward = max(activations.before + at_first, activations.after + most_whole + kept_shards)
     backward += gathered + activations.added + activations.boundary
     step = own * step_element_bytes(candidate, profile, has_masters=False)
     if stage == 0 or is_static:

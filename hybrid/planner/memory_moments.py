@@ -30,7 +30,7 @@ def points_of(
 ) -> Mapping[Point, Mapping[str, int]]:
     always = _always(state, candidate)
     is_static = profile.has_static_gradients
-    kept_whole, kept_shards, _ = _gradients(state, candidate, is_static=is_static)
+    kept_whole, kept_shards, _, _ = _gradients(state, candidate, is_static=is_static)
     after_forward = {**always, "gradients": state.gradients * is_static, "activations": activations.before}
     if candidate.reshard_after == "run":
         after_forward |= {"gathered_units": state.gathered_run, "arrived_shards": _arrived(state, candidate)}
@@ -63,7 +63,7 @@ def moments(
     """The fullest moment of a backward, and that of the optimizer's step."""
     always = _always(state, candidate)
     is_static = profile.has_static_gradients
-    _, kept_shards, most_whole = _gradients(state, candidate, is_static=is_static)
+    _, _, most_whole, kept_shards = _gradients(state, candidate, is_static=is_static)
     constant = round(profile.constant_bytes)
     backward = {
         **always,
@@ -75,7 +75,7 @@ def moments(
         "boundary": activations.boundary,
     }
     # In the first backward gradients come as activations go: the beginning and the end are fullest.
-    gradients = min(most_whole, state.two_buckets)
+    gradients = most_whole if is_static else min(most_whole, state.two_buckets)
     if activations.before + gradients >= activations.after + most_whole + kept_shards:
         backward |= {"activations": activations.before, "gradients": gradients}
     else:
@@ -90,13 +90,14 @@ def most_bytes(state: StateBytes, activations: RankActivations, candidate: Candi
     """The sum of the second of `fullest`, which a search asks for of every rank of every layout."""
     is_here = not candidate.is_offloaded
     is_static = profile.has_static_gradients
-    _, kept_shards, most_whole = _gradients(state, candidate, is_static=is_static)
+    _, _, most_whole, kept_shards = _gradients(state, candidate, is_static=is_static)
+    at_first = most_whole if is_static else min(most_whole, state.two_buckets)
     backward = (
         (state.gathered_run if candidate.reshard_after == "run" else state.gathered)
         + _arrived(state, candidate)
         + activations.added
         + activations.boundary
-        + max(activations.before + min(most_whole, state.two_buckets), activations.after + most_whole + kept_shards)
+        + max(activations.before + at_first, activations.after + most_whole + kept_shards)
     )
     masters = state.masters * is_here
     step = round(state.own_elements * step_element_bytes(candidate, profile, has_masters=masters > 0))
@@ -159,14 +160,16 @@ def _kept_shards(state: StateBytes, candidate: Candidate) -> int:
     return state.gradient_shards if keeps_shards(candidate) else state.summed_shards
 
 
-def _gradients(state: StateBytes, candidate: Candidate, *, is_static: bool) -> tuple[int, int, int]:
-    """(whole gradients between two backwards, own shards then, the most that is whole during one)."""
+def _gradients(state: StateBytes, candidate: Candidate, *, is_static: bool) -> tuple[int, int, int, int]:
+    """(whole gradients between two backwards, own shards then, the most that is whole during one, own shards at the end
+    of the last one beside them)."""
     if candidate.zero_stage == 0 or is_static:
-        return state.gradients, 0, state.gradients
+        return state.gradients, 0, state.gradients, 0
     reduces_each_time = candidate.zero_stage >= 2 and candidate.grad_reduce == "every_micro_batch"
     if reduces_each_time or (candidate.zero_stage >= 2 and candidate.num_micro_batches == 1):
         most = min(state.gradients, state.two_buckets + state.waiting)
-        return state.waiting, _kept_shards(state, candidate), most
+        shards = _kept_shards(state, candidate)
+        return state.waiting, shards, most, shards
     if candidate.num_micro_batches == 1:  # reduced as they come
-        return state.gradients, 0, state.six_buckets
-    return state.gradients, 0, state.gradients
+        return state.gradients, 0, state.six_buckets, _kept_shards(state, candidate)
+    return state.gradients, 0, state.gradients, 0

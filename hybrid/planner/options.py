@@ -120,7 +120,7 @@ def state_options(request: Request, base: Candidate) -> Iterator[Candidate]:
                 continue
             is_many = base.num_micro_batches > 1
             reduces = ("every_micro_batch", "last_micro_batch") if zero_stage >= 2 and is_many else _ONCE
-            keeps = ("unit", "run") if zero_stage == 3 and is_many else _BY_UNIT
+            keeps = ("unit", "run") if zero_stage == 3 else _BY_UNIT
             for grad_reduce in _values(fixed, "grad_reduce", reduces):
                 for reshard_after in _values(fixed, "reshard_after", keeps):
                     for offload in offloads:

@@ -317,8 +317,9 @@ class Pricer:
         for unit, times in kind.counted:
             seconds = self._unit(unit, setting, key)
             forward += times * seconds.forward.total
-            put_off = seconds.weights if is_split else 0.0
-            backward += times * (seconds.backward_total - put_off)
+            put_off, apart = (seconds.weights, seconds.apart) if is_split else (0.0, 0.0)
+            backward += times * (seconds.backward_total - put_off + apart)
+            parts["host"] += times * apart
             later += 0.0 if is_split else times * seconds.later
             weights += times * put_off
             for phase in (seconds.forward, seconds.backward):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from hybrid.contracts.cluster import DeviceKind, GroupLinks
 from hybrid.planner.collectives import Collective, Fabric, collective_seconds
@@ -45,6 +45,7 @@ class UnitSeconds:
     """Args:
     recompute: runs before the backward, all of it, its communication included.
     weights: of the backward, what a schedule that splits it leaves to W.
+    apart: what both halves take beyond the backward, for each waits for its own launches.
     later: of a whole backward, what follows when the gradient of the input is there.
     """
 
@@ -52,6 +53,7 @@ class UnitSeconds:
     backward: PhaseSeconds
     recompute: float = 0.0
     weights: float = 0.0
+    apart: float = 0.0
     later: float = 0.0
 
     @property
@@ -115,18 +117,36 @@ def unit_time(unit: UnitSpec, setting: UnitSetting) -> UnitSeconds:
     if not unit.has_backward:
         return UnitSeconds(forward=forward, backward=PhaseSeconds())
     backward = _phase(unit, setting, sum(of_weight + of_input for _, of_weight, of_input in products), is_backward=True)
-    put_off = zip(unit.matmuls, products, strict=True)
-    weights = sum(of_weight for matmul, (_, of_weight, _) in put_off if matmul.is_put_off)
+    of_weights = [of_weight for _, of_weight, _ in products]
+    inputs, weights = _halves(unit, setting, backward, of_weights, [one.is_put_off for one in unit.matmuls])
+    apart = max(0.0, inputs + weights - backward.total)
     later = 0.0
     if setting.is_gradient_first:
-        waits = _waiting(unit, setting)
-        later = sum(of_weight for (_, of_weight, _), is_late in zip(products, waits, strict=True) if is_late)
-    return recomputing(unit, UnitSeconds(forward=forward, backward=backward, weights=weights, later=later), setting)
+        later = backward.total - _halves(unit, setting, backward, of_weights, list(_waiting(unit, setting)))[0]
+    whole = UnitSeconds(forward=forward, backward=backward, weights=weights, apart=apart, later=later)
+    return recomputing(unit, whole, setting)
+
+
+def _halves(
+    unit: UnitSpec, setting: UnitSetting, backward: PhaseSeconds, of_weights: Sequence[float], is_second: Sequence[bool]
+) -> tuple[float, float]:
+    """Seconds of a backward without the products of some weights' gradients, and of these: each at least as long as the
+    host takes to launch it, so that a faster device makes neither of them longer."""
+    software = setting.software
+    device = backward.total - backward.host
+    launches = _launches(unit, setting, is_backward=True)
+    second = sum(seconds for seconds, is_late in zip(of_weights, is_second, strict=True) if is_late)
+    # A product has two in a backward, one of its weight and one of its input.
+    of_one = software.kernel_fraction * software.launch_seconds * software.backward_launch_factor / 2
+    of_second = min(sum(is_second) * of_one, launches)
+    first, of_first = device - second, launches - of_second
+    ahead = software.is_launch_ahead
+    return first + max(0.0, of_first - first * ahead), second + max(0.0, of_second - second * ahead)
 
 
 def recomputing(unit: UnitSpec, plain: UnitSeconds, setting: UnitSetting) -> UnitSeconds:
     """The same forward and backward, with what `setting.recompute` computes again between them."""
-    forward, backward = plain.forward, plain.backward
+    forward = plain.forward
     if not unit.has_backward:
         return plain
     match setting.recompute if unit.kind == "block" else "none":
@@ -141,7 +161,7 @@ def recomputing(unit: UnitSpec, plain: UnitSeconds, setting: UnitSetting) -> Uni
             recompute = 0.0
     # What is computed again would be held as long as all that waits.
     later = plain.later if recompute == 0.0 else 0.0
-    return UnitSeconds(forward=forward, backward=backward, recompute=recompute, weights=plain.weights, later=later)
+    return replace(plain, recompute=recompute, later=later)
 
 
 def _waiting(unit: UnitSpec, setting: UnitSetting) -> Iterator[bool]:
@@ -173,8 +193,7 @@ def _phase(unit: UnitSpec, setting: UnitSetting, compute: float, *, is_backward:
     cp = _context_parallel(unit, setting, is_backward=is_backward)
     cp = max(cp - attention * software.cp_overlap_fraction, 0.0)
     ep = _expert_parallel(unit, setting) * (1.0 - software.ep_overlap_fraction)
-    launches = (unit.num_kernels * software.kernel_fraction + _num_collectives(unit, setting)) * software.launch_seconds
-    launches *= software.backward_launch_factor if is_backward else 1.0
+    launches = _launches(unit, setting, is_backward=is_backward)
     device = compute + attention + elementwise + tp + cp + ep
     return PhaseSeconds(
         compute=compute,
@@ -185,6 +204,13 @@ def _phase(unit: UnitSpec, setting: UnitSetting, compute: float, *, is_backward:
         cp=cp,
         ep=ep,
     )
+
+
+def _launches(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
+    """Seconds that the host takes."""
+    software = setting.software
+    launches = (unit.num_kernels * software.kernel_fraction + _num_collectives(unit, setting)) * software.launch_seconds
+    return launches * (software.backward_launch_factor if is_backward else 1.0)
 
 
 def _matmul(matmul: MatmulSpec, unit: UnitSpec, setting: UnitSetting) -> tuple[float, float, float]:
