@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import networkx as nx
 
@@ -17,6 +17,8 @@ from hybrid.errors import PlanError
 
 __all__ = ["Description", "Options", "described", "description_of", "node_part", "read_network", "refusal_of"]
 
+# As many as `hybrid dryrun` takes.
+MOST_DEVICES = 2**20
 EXAMPLE = "write NODESxDEVICESxKIND, for example 16x8xH100, or 8xA100-80GB for one node"
 
 
@@ -29,6 +31,28 @@ class Options:
     rails: bool | None = None
     nodes_per_leaf: int | None = None
     domain: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, value in ((item.name, getattr(self, item.name)) for item in fields(self)):
+            expected, what = _KINDS[name]
+            is_wrong = not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool)
+            if value is not None and is_wrong:
+                problems.append(f"{name} {value!r}: expected {what}")
+            elif isinstance(value, int) and value > MOST_DEVICES:
+                problems.append(f"{name} {value}: at most {MOST_DEVICES:,}")
+        if problems:
+            raise PlanError(problems)
+
+
+# What values there are, in code and in words.
+_KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "network": (str, "CARDSxSPEED of a node, such as '8x400G'"),
+    "oversubscription": ((int, float), "a number of at least 1"),
+    "rails": (bool, "true or false"),
+    "nodes_per_leaf": (int, "a whole number of at least 1"),
+    "domain": (int, "a whole number of at least 1"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +143,9 @@ def description_of(name: str, parts: Sequence[NodePart], options: Options) -> De
     oversubscription = 1.0 if options.oversubscription is None else float(options.oversubscription)
     rails = oversubscription == 1 if options.rails is None else options.rails
     num_nodes = sum(part.count for part in parts)
+    num_devices = sum(part.count * part.devices for part in parts)
+    if num_devices > MOST_DEVICES:
+        raise PlanError(f"cluster {name}: {num_devices:,} devices; at most {MOST_DEVICES:,} are looked at")
     nodes_per_leaf = options.nodes_per_leaf or (int(link_figure("rail_leaf_nodes")) if rails else 1)
     fabric = Fabric(rails=rails, nodes_per_leaf=nodes_per_leaf, oversubscription=oversubscription)
     shape = Shape(parts=tuple(parts), fabric=fabric)

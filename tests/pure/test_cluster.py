@@ -142,12 +142,22 @@ def test_malformed_shorthand(text: str, message: str) -> None:
         ({"oversubscription": 2, "nodes_per_leaf": 4}, "no effect: the 4 nodes meet at one leaf switch"),
         ({"nodes_per_leaf": 0}, "nodes_per_leaf 0: must be at least 1"),
         ({"domain": 4}, "domain 4: it must hold the 8 devices of a node"),
+        ({"domain": 10**30}, "domain 10+: at most 1,048,576"),
+        ({"domain": float("nan")}, "domain nan: expected a whole number of at least 1"),
+        ({"nodes_per_leaf": "x", "rails": 1}, "nodes_per_leaf 'x': expected a whole number"),
+        ({"network": 400}, "network 400: expected CARDSxSPEED of a node, such as '8x400G'"),
+        ({"oversubscription": "2"}, "oversubscription '2': expected a number of at least 1"),
     ],
 )
 def test_settings_that_make_no_sense(options: dict[str, object], message: str) -> None:
     """No setting is ignored: one that changes nothing is refused as is one that cannot be."""
     with pytest.raises(PlanError, match=message):
         parse_cluster("4x8xH100", **options)  # type: ignore[arg-type]
+
+
+def test_a_cluster_of_too_many_devices_is_refused_before_it_is_made() -> None:
+    with pytest.raises(PlanError, match="cluster 9999999x8xH100: 79,999,992 devices; at most 1,048,576 are looked at"):
+        parse_cluster("9999999x8xH100")
 
 
 def test_one_domain_has_no_network() -> None:

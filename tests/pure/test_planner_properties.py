@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from hybrid.contracts import cluster_regular
+from hybrid.contracts.cluster_shape import add_inside
 from hybrid.planner.cost import step_time
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory import memory
@@ -168,8 +170,16 @@ def test_stage_3_is_slow_where_it_gathers_over_a_slow_network_only(shard_size: i
     assert any("stage 3 gathers every unit over" in note for note in notes) == is_slow
 
 
-def test_a_domain_larger_than_the_cluster_is_the_cluster() -> None:
-    """It was drawn device by device."""
-    whole, larger = (job_for("gpt3-125m", "2x8xH100", 16, domain=size).cluster for size in (16, 2**31))
+def test_a_domain_larger_than_the_cluster_is_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only devices that there are get drawn: a slip of the keyboard took all memory."""
+    drawn: list[int] = []
+
+    def count(graph: Any, domain: str, names: list[str], kind: Any) -> None:
+        drawn.append(len(names))
+        add_inside(graph, domain, names, kind)
+
+    monkeypatch.setattr(cluster_regular, "add_inside", count)
+    whole, larger = (job_for("gpt3-125m", "2x8xH100", 16, domain=size).cluster for size in (16, 2**20))
     assert larger.links([[0, 3, 9]]) == whole.links([[0, 3, 9]])
     assert larger.pair(1, 12) == whole.pair(1, 12)
+    assert drawn and max(drawn) <= 16
