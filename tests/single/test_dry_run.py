@@ -308,3 +308,22 @@ def test_a_step_comes_to_its_end_under_every_setting(name: str) -> None:
     assert kinds.get("optimizer_state", 0) + kinds.get("host_optimizer_state", 0) > 0
     assert "optimizer step" in one.actions
     assert ("compile is left out" in " ".join(one.notes)) == (name == "recompute")
+
+
+@pytest.mark.parametrize(("micro_batches", "is_apart"), [(2, True), (8, False)])
+def test_gradients_that_never_meet_are_not_compared(tmp_path: Path, micro_batches: int, is_apart: bool) -> None:
+    """Of two chunks the later one's gradients are reduced before the first one's come, if each runs once in a row."""
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    strategy = make_strategy(
+        pipeline=True, pipeline_configs={"degree": 2, "schedule": "interleaved", "virtual_stages": 2},
+        sharding=True, sharding_configs={"stage": 1}, micro_batch_size=1, accumulate_steps=micro_batches,
+    )  # fmt: skip
+    (rank,) = hybrid.dryrun(strategy, str(tmp_path / "config.json"), world_size=4, seq=16).ranks
+    assert rank.comparison
+    assert not rank.differences
+    assert any("reduced before others' come" in note for note in rank.notes) == is_apart
