@@ -68,6 +68,7 @@ def _of_update(job: Job, candidate: Candidate) -> Iterator[str]:
 def _of_recompute(job: Job, candidate: Candidate) -> Iterator[str]:
     less = "a smaller micro-batch" if candidate.micro_batch_size > 1 else "more memory"
     is_cut = job.model.num_heads and not job.model.tensor_refusal and not job.model.num_experts
+    is_cut = is_cut and candidate.tp < job.cluster.domain_size  # beyond it sums cross the network
     yield f"{less}{' or more tp' if is_cut else ''}, so that they can be kept"
 
 

@@ -136,6 +136,7 @@ LAYOUTS = [
     ("optimizer", Candidate(dp_shard=16, num_micro_batches=4, zero_stage=1), "more devices"),
     ("host", Candidate(dp_replicate=16, num_micro_batches=16), "a larger micro-batch, or a compiler that fuses them"),
     ("recompute", Candidate(dp_replicate=16, recompute="full"), "more memory or more tp, so that they can be kept"),
+    ("recompute", Candidate(tp=8, dp_replicate=2, recompute="full"), "more memory, so that they can be kept"),
 ]  # fmt: skip
 
 
