@@ -120,8 +120,10 @@ def read_fixed(given: Mapping[str, Any] | str, *, option: str = "--fix") -> dict
                 problems.append(f"{option} {part!r}: expected name=value, such as tp=4")
             else:
                 pairs.append((name.strip(), value.strip()))
-    else:
+    elif isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
         pairs = list(given.items())
+    else:
+        raise PlanError(f"fixed = {given!r}: expected names and values, such as 'tp=4,pp=2' or {{'tp': 4, 'pp': 2}}")
     fixed: dict[str, Any] = {}
     for name, value in pairs:
         known = name.replace("-", "_").lower()

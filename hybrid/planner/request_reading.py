@@ -97,13 +97,19 @@ def make_request(
     read("model", lambda: spec_of(model, seq=seq, sample=sample, **_changes(model, activation)))
     read("fixed", lambda: read_fixed(fixed))
     read("optimizer", lambda: _named("optimizer", optimizer, OPTIMIZERS, OptimizerSpec))
-    read("software", lambda: software_of(software) if isinstance(software, str) else software)
+    read("software", lambda: _software_given(software))
     if use_measurements and "cluster" in made and made["cluster"].measured is not None:
         read("trials", lambda: read_trials(made["cluster"].path))
     problems += _number_problems(
-        global_batch_size=global_batch_size, seq=seq, risk=risk, num_plans=num_plans,
-        sizes={"memory_bytes": memory_bytes, "host_memory_bytes": host_memory_bytes},
+        {"global_batch_size": global_batch_size, "num_plans": num_plans} | ({} if seq is None else {"seq": seq}),
+        risk=risk, sizes={"memory_bytes": memory_bytes, "host_memory_bytes": host_memory_bytes},
     )  # fmt: skip
+    switches = {
+        "flash_attention": flash_attention, "include_unbuilt": include_unbuilt, "use_measurements": use_measurements,
+    }  # fmt: skip
+    problems += [
+        f"{name} = {value!r}: expected True or False" for name, value in switches.items() if not _is_bool(value)
+    ]
     if "model" in made:
         problems += _length_problems(made["model"], seq)
     if "cluster" in made:
@@ -132,7 +138,7 @@ def make_request(
         precision=made["precision"],
         optimizer=made["optimizer"],
         is_flash=flash_attention,
-        software=software or _software(made["cluster"]),
+        software=made["software"] or _software(made["cluster"]),
         context_bytes=made["cluster"].measured.context_bytes if made["cluster"].measured is not None else None,
     )
     host, host_memory = None, host_memory_bytes or made["cluster"].host_memory_bytes
@@ -160,6 +166,15 @@ def with_trials(request: Request, trials: Sequence[Trial]) -> Request:
     job = request.job if request.correction is None else request.correction.plain_job
     correction = correction_of(job, trials)
     return replace(request, job=job if correction is None else corrected_job(job, correction), correction=correction)
+
+
+def _software_given(given: str | Software | None) -> str | Software | None:
+    """The name as it is, if there is such a set."""
+    if isinstance(given, str):
+        software_of(given)
+    elif given is not None and not isinstance(given, Software):
+        raise PlanError(f"software = {given!r}: expected the name of a set of constants, such as 'hybrid'")
+    return given
 
 
 def _software(cluster: Cluster) -> str | Software:
@@ -208,23 +223,27 @@ def _named(what: str, given: Any, known: Mapping[str, Any], kind: type) -> Any:
     return found
 
 
-def _number_problems(*, risk: float, sizes: Mapping[str, float | None], **counts: int | None) -> list[str]:
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _number_problems(counts: Mapping[str, int], *, risk: float, sizes: Mapping[str, float | None]) -> list[str]:
     problems = [
         f"{name} = {value!r}: expected a whole number of at least 1"
         for name, value in counts.items()
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+        if _is_bool(value) or not isinstance(value, int) or value < 1
     ]
     problems += [
         f"{name} = {value}: expected at most {_MOST:,}"
         for name, value in counts.items()
         if isinstance(value, int) and value > _MOST
     ]
-    if not isinstance(risk, int | float) or not 0 < risk < 1:
+    if _is_bool(risk) or not isinstance(risk, int | float) or not 0 < risk < 1:
         problems.append(f"risk = {risk!r}: expected a chance between 0 and 1, such as 0.05")
     problems += [
         f"{name} = {value!r}: expected the bytes of a {'host' if 'host' in name else 'device'}, a number above 0"
         for name, value in sizes.items()
-        if value is not None and (not isinstance(value, int | float) or not 0 < value < inf)
+        if value is not None and (_is_bool(value) or not isinstance(value, int | float) or not 0 < value < inf)
     ]
     return problems
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from hybrid.contracts import cluster_regular
 from hybrid.contracts.cluster_shape import add_inside
+from hybrid.errors import PlanError
 from hybrid.planner.cost import step_time
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory import memory
@@ -184,3 +186,23 @@ def test_a_domain_larger_than_the_cluster_is_the_cluster(monkeypatch: pytest.Mon
     assert larger.links([[0, 3, 9]]) == whole.links([[0, 3, 9]])
     assert larger.pair(1, 12) == whole.pair(1, 12)
     assert 0 < max(drawn, default=0) <= 16
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"global_batch_size": None}, "global_batch_size = None: expected a whole number"),
+        ({"num_plans": None}, "num_plans = None: expected a whole number"),
+        ({"fixed": None}, "fixed = None: expected names and values"),
+        ({"fixed": {3: 4}}, "fixed = {3: 4}: expected names and values"),
+        ({"software": 5}, "software = 5: expected the name"),
+        ({"software": {}}, "software = {}: expected the name"),
+        ({"memory_bytes": True}, "memory_bytes = True: expected the bytes"),
+        ({"flash_attention": "no"}, "flash_attention = 'no': expected True or False"),
+        ({"use_measurements": "no"}, "use_measurements = 'no': expected True or False"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_by_name(wrong: dict[str, Any], said: str) -> None:
+    """The word "no" was taken for yes, an empty software for the usual one; others ended in a traceback."""
+    with pytest.raises(PlanError, match=re.escape(said)):
+        plan("gpt3-125m", "8xH100", **{"global_batch_size": 8, **wrong})
