@@ -3,26 +3,32 @@
 A layer that is cut computes with this rank's part of its weight, and what comes out is joined. Other code that reads
 the weight (a head by `F.linear` over the embedding's weight, a penalty on a norm) gets the part as well, and nobody
 joins anything: each rank would train with another loss. So until the first update the parameters that are cut are
-`CutParameter`s, which give out nothing with a gradient but to a layer that is cut.
+`CutParameter`s, and the backward that would bring them a gradient from elsewhere than a layer that is cut is refused.
 """
 
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from hybrid import shims
 from hybrid.errors import ModelError
+from hybrid.metadata import METADATA_CALLS
 from hybrid.tensor.cut_module import CutModule
 
-__all__ = ["CutParameter", "ForeignReads", "check"]
+__all__ = ["CutParameter", "ForeignReads"]
 
+_NO_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 SetClass = Callable[[nn.Parameter, type[nn.Parameter]], None]
 
@@ -45,16 +51,18 @@ class CutParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not {*types} <= {cls, nn.Parameter, torch.Tensor}:
-            return NotImplemented  # theirs first: a bias whose values are elsewhere is brought
+        kwargs = kwargs or {}
+        theirs = tuple(kind for kind in types if kind not in (cls, nn.Parameter, torch.Tensor))
+        if func in METADATA_CALLS or _running.layers or not torch.is_grad_enabled() or shims.in_backward():
+            return _plainly(func, theirs, args, kwargs)
         with shims.plain_tensors():
-            result = func(*args, **(kwargs or {}))
-        if not _running.layers and torch.is_grad_enabled() and not shims.in_backward():
-            known = [item for item in (*args, *(kwargs or {}).values()) if isinstance(item, torch.Tensor)]
-            outputs = result if isinstance(result, list | tuple) else (result,)
-            for output in outputs:
-                if isinstance(output, torch.Tensor) and output.requires_grad and all(output is not i for i in known):
-                    _refuse(args, kwargs or {})
+            given = _tensors_in((*args, *kwargs.values()))
+            before = {tensor.grad_fn for tensor in given}
+        result = _plainly(func, theirs, args, kwargs)
+        with shims.plain_tensors():
+            for tensor in _tensors_in((result, *given)):
+                if tensor.grad_fn is not None and tensor.grad_fn not in before:
+                    _refuse_gradient(tensor, given, before)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -68,31 +76,71 @@ class CutParameter(nn.Parameter):
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def _refuse(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ModelError: an operation gave out a gradient for one of these, outside the layers."""
-    stack = [*args, *kwargs.values()]
+def _plainly(func: Any, theirs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operation gives for ordinary parameters: other classes than ours have their say."""
+    for kind in theirs:
+        result = kind.__torch_function__(func, theirs, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if theirs:
+        return NotImplemented
+    with shims.plain_tensors():
+        return func(*args, **kwargs)
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Those in lists and tuples, each once."""
+    found: dict[int, torch.Tensor] = {}
+    stack = [*values]
     while stack:
         item = stack.pop()
         if isinstance(item, list | tuple):
             stack.extend(item)
-        elif isinstance(item, nn.Parameter):
-            check(item)
+        elif isinstance(item, torch.Tensor):
+            found[id(item)] = item
+    return [*found.values()]
 
 
-def check(parameter: nn.Parameter) -> None:
-    """Raises ModelError: code outside the layers that are cut computes with a parameter that is watched."""
-    wants = parameter.requires_grad and torch.is_grad_enabled()
-    if id(parameter) not in _watched or _running.layers or not wants or shims.in_backward():
-        return
-    fqn, degree = _watched[id(parameter)]
+def _refuse_gradient(output: torch.Tensor, given: Iterable[torch.Tensor], before: Collection[Node | None]) -> None:
+    """Have backward raise ModelError if it goes through `output` into one of `given` that is watched.
+
+    Only then is the part in a loss: copies, norms to look at and shapes of views are made with gradients on, too.
+    """
+    watched = {id(tensor) for tensor in given if id(tensor) in _watched and tensor.requires_grad}
+    stack, seen = [output.grad_fn], {*before}
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        parameter = getattr(node, "variable", None)  # of the node that takes a leaf's gradient
+        if id(parameter) in watched:
+            error = _error(*_watched[id(parameter)], place=_place())
+            output.register_hook(partial(_raise, error))
+            return
+        stack.extend(following for following, _ in node.next_functions)
+
+
+def _raise(error: str, gradient: torch.Tensor) -> None:
+    raise ModelError(error)
+
+
+def _place() -> str:
+    """The line outside torch and this package that runs."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_NO_USERS):
+            return f"{frame.filename}:{frame.lineno}"
+    return "unknown code"
+
+
+def _error(fqn: str, degree: int, *, place: str) -> str:
     layer = fqn.rpartition(".")[0] or fqn
-    raise ModelError(
-        f"parameter {fqn!r} is cut over {degree} tensor-parallel ranks, and code outside its layer computes with it (a "
-        "head that reads an embedding's weight, a penalty in the loss): each rank would take its part for the whole. "
-        f"Leave the layer whole by tensor_parallel_configs['plan'] = {{{layer!r}: 'replicated'}} (a column layer and "
-        "its row layer together); write a tied head as a layer that has the embedding's weight; take weight_decay of "
-        "the optimizer for a penalty on squares. To look at values: torch.no_grad() for this rank's part, "
-        "hybrid.full_parameter(p) for all"
+    return (
+        f"parameter {fqn!r} is cut over {degree} tensor-parallel ranks, and code outside its layer computes with it "
+        f"({place}; a head that reads an embedding's weight, a penalty in the loss): each rank would take its part for "
+        f"the whole. Leave the layer whole by tensor_parallel_configs['plan'] = {{{layer!r}: 'replicated'}} (a column "
+        "layer and its row layer together); write a tied head as a layer that has the embedding's weight; take "
+        "weight_decay of the optimizer for a penalty on squares"
     )
 
 
@@ -118,7 +166,8 @@ class ForeignReads:
         for module in model.modules():
             if isinstance(module, CutModule):
                 self._handles.append(module.register_forward_pre_hook(_begin, prepend=True))
-                self._handles.append(module.register_forward_hook(_end, always_call=True))
+                self._handles.append(module.register_forward_hook(_end, prepend=True, always_call=True))
+        self._handles.append(model.register_forward_pre_hook(_begin_anew, prepend=True))
 
     def end(self) -> None:
         """The parameters are ordinary ones from now on."""
@@ -142,3 +191,8 @@ def _begin(module: nn.Module, args: Any) -> None:
 
 def _end(module: nn.Module, args: Any, output: Any) -> None:
     _running.layers = max(0, _running.layers - 1)
+
+
+def _begin_anew(module: nn.Module, args: Any) -> None:
+    if not shims.in_backward():
+        _running.layers = 0  # a KeyboardInterrupt in a layer skips its hooks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +62,33 @@ def plain_mean(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return hidden.square().mean()
 
 
+class Marked(torch.Tensor):
+    """A class of one's own, with torch's default answer to operations."""
+
+
+def logging(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What is looked at with gradients on, and comes to no loss."""
+    weight = model.layers[0].fc1.weight
+    model.seen = [weight.norm().item(), weight.view(-1).shape, weight[0].tolist(), hidden.to(weight), copy.copy(weight)]
+    model.average = {name: parameter.clone().detach() for name, parameter in model.named_parameters()}
+    torch.zeros_like(weight, requires_grad=True)
+    with torch.no_grad():
+        torch.ones(1, 6).as_subclass(Marked) @ weight.T
+    assert type(pickle.loads(pickle.dumps(weight))) is type(copy.deepcopy(weight)) is nn.Parameter
+    return hidden.square().mean()
+
+
+def with_sum_in_place(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(model.layers[0].fc1.weight)
+    total[:] = model.layers[0].fc1.weight
+    return hidden.square().mean() + total.square().sum().sqrt()
+
+
+def with_a_class(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    seen = functional.linear(torch.ones(1, 6).as_subclass(Marked), model.layers[0].fc1.weight)
+    return hidden.square().mean() + seen.as_subclass(torch.Tensor).square().mean().sqrt()
+
+
 def train(model: Any, optimizer: torch.optim.Optimizer, penalty: Callable[[Any], Any]) -> torch.Tensor:
     ids = torch.randint(11, (4, 5), generator=seeded(92))
     for _ in range(2):
@@ -89,12 +118,14 @@ def norm(model: Any) -> torch.Tensor:
 
 
 def check_refused() -> None:
+    cases = [(head, nothing) for head in (tied, with_norm, with_squares, with_sum_in_place, with_a_class)]
     for stage in (0, 3):
-        for head, penalty in ((tied, nothing), (with_norm, nothing), (with_squares, nothing), (plain_mean, norm)):
+        for head, penalty in (*cases, (plain_mean, norm)):
             plain = Net(head)
             wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), penalty)
             if stage == 0 or penalty is nothing:
-                with pytest.raises(hybrid.ModelError, match=r"code outside its layer computes with it"):
+                words = r"code outside its layer computes with it \(.*test_foreign_reads.py:\d+; "
+                with pytest.raises(hybrid.ModelError, match=words):
                     run(stage, head, penalty, None)
                 hybrid.shutdown()
             if head is tied:  # what the message says
@@ -105,11 +136,11 @@ def check_refused() -> None:
 
 
 def check_free_again() -> None:
-    """Metadata and what gives no gradient may be read at any time; after the first step all is as it was."""
+    """Whatever comes to no loss may be done at any time; after the first step all is as it was."""
     plain = Net(plain_mean)
     wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), nothing)
-    for stage in (0, 1, 3):
-        model, loss = run(stage, plain_mean, nothing, None)
+    for stage, head in ((0, plain_mean), (0, logging), (1, logging), (3, plain_mean), (3, logging)):
+        model, loss = run(stage, head, nothing, None)
         assert_close(loss, wanted, ONE_STEP, "loss")
         assert_weights(model, weights_of(plain), ONE_STEP)
         with model.gather_parameters():
