@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from hybrid.contracts.cluster import parse_cluster
 from hybrid.dry.result import Difference, RankDryRun, Traffic
-from hybrid.planner.action_numbers import rank_orders
 from hybrid.planner.axis_bytes import axis_bytes
 from hybrid.planner.job import Candidate, Job, OptimizerSpec, Precision
 from hybrid.planner.memory import Point, StageMemory, memory
+from hybrid.planner.memory_apart import are_reduced_apart
 from hybrid.planner.model_spec import ModelSpec
 from hybrid.planner.stages import stage_ranges
 from hybrid.strategy import ResolvedStrategy
@@ -24,8 +24,8 @@ _POINTS: Mapping[str, Point] = {
     "after_step": "after_step",
 }
 _APART = (
-    "gradients between backwards are not compared: those of some chunks are reduced before others' come, and the "
-    "planner counts all together"
+    "gradients between backwards are not compared: those of some chunks are reduced before others' come, and what of "
+    "them meets is not known where backwards are split, weights are shared or gradients go to the host"
 )
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -131,7 +131,7 @@ def compare(
         figures.append(Difference(what="units of each chunk", planned=list(balanced), found=list(split)))
     candidate = candidate_of(resolved, size=size, split=split)
     planned = memory(job, candidate, shard=found.coordinates.get("dp_shard", 0)).stages[found.stage]
-    are_apart = _are_reduced_apart(candidate, found.stage)
+    are_apart = are_reduced_apart(candidate, found.stage) and planned.meeting() is None
     for point, name in _POINTS.items():
         kinds = found.bytes_by_point.get(point)
         if kinds is not None:
@@ -157,19 +157,6 @@ def compare(
         planned_bytes = num_bytes if is_equal else round(expected)
         figures.append(Difference(what=f"sent over {axis}", planned=planned_bytes, found=num_bytes))
     return tuple(figures), (_APART,) if are_apart else ()
-
-
-def _are_reduced_apart(candidate: Candidate, rank: int) -> bool:
-    """Whether some chunk's gradients are reduced, or on the host, before another one of the rank has any."""
-    is_once = candidate.grad_reduce == "last_micro_batch" and candidate.num_micro_batches > 1
-    if candidate.virtual_stages == 1 or not is_once or not (candidate.zero_stage or candidate.is_offloaded):
-        return False
-    order = rank_orders(candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages)[rank]
-    backwards = [
-        [place for place, (turn, kind, _) in enumerate(order) if turn == own and kind != 1]
-        for own in range(candidate.virtual_stages)
-    ]
-    return max(places[0] for places in backwards) > min(places[-1] for places in backwards)
 
 
 def _state(

@@ -14,14 +14,16 @@ list of actions and the bytes that each unit keeps for backward. The layers belo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
+from types import MappingProxyType
 
 from hybrid.planner.host_memory import fullest_host, host_parts
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.kept import Kept
 from hybrid.planner.memory_activations import ActivationTable, RankActivations
+from hybrid.planner.memory_apart import gradients_that_meet
 from hybrid.planner.memory_layers import (
     FrameworkProfile,
     Interval,
@@ -69,6 +71,7 @@ class StageMemory:
         num_communicators: groups that a rank communicates in.
         is_processor: see `DeviceKind`.
         context: of the job, see there.
+        meeting: see `gradients_that_meet`. The peak counts all gradients as if they met.
     """
 
     stage: int
@@ -79,6 +82,7 @@ class StageMemory:
     num_communicators: int
     is_processor: bool
     context: tuple[float, float, float] | None = None
+    meeting: Callable[[], tuple[int, int] | None] = field(default=lambda: None, repr=False, compare=False)
 
     def at_point(self, point: Point) -> Mapping[str, int]:
         """Part -> bytes at a named moment."""
@@ -87,7 +91,13 @@ class StageMemory:
     @cached_property
     def points(self) -> Mapping[Point, Mapping[str, int]]:
         """Moment -> part -> bytes."""
-        return points_of(self.state, self.activations, self.candidate, self.profile)
+        points = points_of(self.state, self.activations, self.candidate, self.profile)
+        meeting = None if self.profile.has_static_gradients else self.meeting()
+        if meeting is None:
+            return points
+        whole, reduced = meeting
+        accumulating = {**points["accumulating"], "gradients": whole, "gradient_shards": reduced}
+        return MappingProxyType({**points, "accumulating": accumulating})
 
     @cached_property
     def parts(self) -> Mapping[str, int]:
@@ -144,12 +154,13 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What each pipeline rank holds; `ranks`: its state and its activations."""
+    """What each pipeline rank holds; `ranks`: its state and its activations; `shard`: see `memory`."""
 
     job: Job
     candidate: Candidate
     profile: FrameworkProfile
     ranks: tuple[tuple[StateBytes, RankActivations], ...]
+    shard: int | None = None
 
     @cached_property
     def stages(self) -> tuple[StageMemory, ...]:
@@ -179,7 +190,15 @@ class MemoryPlan:
             num_communicators=num_communicators(self.candidate),
             is_processor=self.job.cluster.device.is_processor,
             context=self.job.context_bytes,
+            meeting=lambda: self._gradients_that_meet(rank),
         )
+
+    def _gradients_that_meet(self, rank: int) -> tuple[int, int] | None:
+        if self.candidate.virtual_stages == 1:
+            return None
+        chunks = stage_ranges(self.job, self.candidate)
+        held = _table(self.job).state.of_chunks_on(rank, chunks, self.candidate, self.shard)
+        return gradients_that_meet(self.candidate, rank, held)
 
 
 def memory(job: Job, candidate: Candidate, *, shard: int | None = None) -> MemoryPlan:
@@ -193,9 +212,8 @@ def memory(job: Job, candidate: Candidate, *, shard: int | None = None) -> Memor
     chunks = stage_ranges(job, candidate)
     states = table.state.of_ranks(chunks, candidate, shard)
     activations = table.activations.of_ranks(chunks, candidate)
-    return MemoryPlan(
-        job=job, candidate=candidate, profile=table.profile, ranks=tuple(zip(states, activations, strict=True))
-    )
+    ranks = tuple(zip(states, activations, strict=True))
+    return MemoryPlan(job=job, candidate=candidate, profile=table.profile, ranks=ranks, shard=shard)
 
 
 def gathered_again(job: Job, candidate: Candidate) -> tuple[int, ...]:

@@ -132,12 +132,19 @@ class StateTable:
         """Bytes of each chunk of the model, on the ranks that have it."""
         pp, placement = candidate.pp, schedule_placement(candidate.schedule)
         found: dict[int, StateBytes] = {}
-        for pp_rank in range(pp):
-            places = chunks_on(pp_rank, pp, len(chunks), placement)
-            looks = self._looks.of_rank([chunks[at] for at in places], chunks, pp)
-            for at, look in zip(places, looks, strict=True):
-                found[at] = self._of_chunk(look, candidate, (*_cutting(candidate), None), None)
+        for rank in range(pp):
+            places = chunks_on(rank, pp, len(chunks), placement)
+            found |= zip(places, self.of_chunks_on(rank, chunks, candidate, None), strict=True)
         return tuple(found[at] for at in range(len(chunks)))
+
+    def of_chunks_on(
+        self, rank: int, chunks: tuple[range, ...], candidate: Candidate, shard: int | None
+    ) -> tuple[StateBytes, ...]:
+        """Bytes of each chunk that a pipeline rank has, in its order; `shard` as in `of_ranks`."""
+        places = chunks_on(rank, candidate.pp, len(chunks), schedule_placement(candidate.schedule))
+        looks = self._looks.of_rank([chunks[at] for at in places], chunks, candidate.pp)
+        cutting = (*_cutting(candidate), shard)
+        return tuple(self._of_chunk(look, candidate, cutting, shard) for look in looks)
 
     def _of_rank(
         self,

@@ -310,8 +310,12 @@ def test_a_step_comes_to_its_end_under_every_setting(name: str) -> None:
     assert ("compile is left out" in " ".join(one.notes)) == (name == "recompute")
 
 
-@pytest.mark.parametrize(("micro_batches", "is_apart"), [(2, True), (8, False)])
-def test_gradients_that_never_meet_are_not_compared(tmp_path: Path, micro_batches: int, is_apart: bool) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "is_noted"), [("interleaved", 2, False), ("interleaved", 8, False), ("zbv", 2, True)]
+)
+def test_gradients_that_never_meet_are_not_counted_together(
+    tmp_path: Path, schedule: str, micro_batches: int, is_noted: bool
+) -> None:
     """Of two chunks the later one's gradients are reduced before the first one's come, if each runs once in a row."""
     config = {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
@@ -320,10 +324,10 @@ def test_gradients_that_never_meet_are_not_compared(tmp_path: Path, micro_batche
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     strategy = make_strategy(
-        pipeline=True, pipeline_configs={"degree": 2, "schedule": "interleaved", "virtual_stages": 2},
+        pipeline=True, pipeline_configs={"degree": 2, "schedule": schedule, "virtual_stages": 2},
         sharding=True, sharding_configs={"stage": 1}, micro_batch_size=1, accumulate_steps=micro_batches,
     )  # fmt: skip
     (rank,) = hybrid.dryrun(strategy, str(tmp_path / "config.json"), world_size=4, seq=16).ranks
     assert rank.comparison
     assert not rank.differences
-    assert any("reduced before others' come" in note for note in rank.notes) == is_apart
+    assert any("reduced before others' come" in note for note in rank.notes) == is_noted
