@@ -12,7 +12,12 @@ import torch.distributed as dist
 from hybrid import cpu_products
 from hybrid.collectives.group import Group
 from hybrid.collectives.ops import all_gather_object
-from hybrid.collectives.process_groups import end_default_group, end_unused_groups, make_process_group
+from hybrid.collectives.process_groups import (
+    end_default_group,
+    end_unused_groups,
+    forget_ended_groups,
+    make_process_group,
+)
 from hybrid.collectives.rendezvous import open_store
 from hybrid.collectives.shared_memory import Neighbour, forget_arena, introduction, is_wanted, neighbours
 from hybrid.contracts.layout import Layout, axis_name
@@ -182,6 +187,7 @@ def start_process_group(
     contradiction, or a rank that does not come, is a LaunchError on all of them within the timeout. A default
     process group that somebody started already is taken as it is. A process that runs alone is a world of one.
     """
+    forget_ended_groups()
     if dist.is_initialized():
         _join_running(agreement, timeout_seconds=timeout_seconds)
         return environment

@@ -20,7 +20,7 @@ from hybrid.collectives.group import Group
 from hybrid.collectives.handle import forget_calls, forget_history_of
 from hybrid.collectives.ops import all_gather_object
 
-__all__ = ["end_default_group", "end_unused_groups", "make_process_group"]
+__all__ = ["end_default_group", "end_unused_groups", "forget_ended_groups", "make_process_group"]
 
 
 class _Made(NamedTuple):
@@ -89,9 +89,22 @@ def end_unused_groups(world: Group, *, of_models: bool = False) -> None:
     forget_channels(ours)
 
 
+def forget_ended_groups() -> None:
+    """Let go of all groups of a default group that somebody else has ended: held here, their threads would go on."""
+    global _job  # noqa: PLW0603
+    if _job is not None and (not dist.is_initialized() or _job.default() is not dist.group.WORLD):
+        _job = None
+        _forget()
+        gc.collect()
+
+
 def end_default_group() -> None:
     """Leave the default group, and with it all that were made from it."""
     dist.destroy_process_group()
+    _forget()
+
+
+def _forget() -> None:
     forget_calls()
     forget_groups()
     forget_channels()

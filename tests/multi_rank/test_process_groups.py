@@ -88,3 +88,23 @@ def keep_on_one_rank() -> tuple[list[float], list[float]]:
 def test_a_model_that_is_kept_goes_on_beside_the_next_job() -> None:
     for alone, losses in run_ranks(keep_on_one_rank, 2):
         assert losses == alone
+
+
+def default_groups_in_turn(folder: str) -> list[int]:
+    found = []
+    for turn in range(4):
+        step(*wrapped())
+        hybrid.shutdown()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.barrier()
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/{turn}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        found.append(groups_here())
+    return found
+
+
+def test_a_default_group_that_the_caller_ended_leaves_nothing(tmp_path: Path) -> None:
+    """The groups of the one before were held for good, and with them their threads and connections."""
+    for found in run_ranks(default_groups_in_turn, 2, str(tmp_path)):
+        assert found[-1] == found[1], found
