@@ -27,7 +27,8 @@ def without_caches(
     """
 
     def without(name: str, value: Any) -> Any:
-        if not callable(getattr(value, "get_seq_length", None)):
+        # A dict's attributes may be its keys.
+        if isinstance(value, Mapping) or not callable(getattr(value, "get_seq_length", None)):
             return False if name == "use_cache" else value
         if (length := _length(value)) > 0:
             raise ModelError(refusal(name, length))

@@ -30,8 +30,9 @@ from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.flow import Call, Flow, Place, ValueSize
 from hybrid.pipeline.function_caches import fresh_caches
 from hybrid.pipeline.opaque import check_objects
-from hybrid.pipeline.operations import checkpoint_around, statistics_of, tensors_in, written_by
+from hybrid.pipeline.operations import statistics_of, tensors_in, written_by
 from hybrid.pipeline.outline import map_with_paths, tensors_by_path
+from hybrid.pipeline.own_checkpoints import Checkpoints, check_told_apart, checkpoints_around
 from hybrid.pipeline.random_state import kept_generators, set_generators
 from hybrid.pipeline.sized_by_inputs import run_on_zeros, wants_values, with_known_masks
 from hybrid.pipeline.skeleton import FakeTensorMode, fake_like, is_fake, on_cpu
@@ -156,16 +157,16 @@ class Following:
         state = self._state
         if state is None or state.inside:  # a unit that runs inside another one is part of that
             return own(*args, **kwargs)
-        frame, is_reentrant = checkpoint_around()
-        if is_reentrant:
+        checkpoints = checkpoints_around()
+        if checkpoints is not None and checkpoints.is_reentrant:
             raise ModelError(
                 f"a checkpoint (recompute) with use_reentrant=True in the model's own code covers {name!r}: every "
                 "later chunk of a pipeline would run it again in backward, where it is not. Use use_reentrant=False, "
                 "or strategy.recompute"
             )
         args, kwargs = without_caches(args, kwargs, refusal=functools.partial(full_cache, name))
-        if frame is not None:
-            state.note_checkpoint(frame)
+        if checkpoints is not None:
+            state.note_checkpoint(checkpoints, name)
         return state.call(name, self.skeleton.get_submodule(name), own, args, kwargs, own_memory=self._own[name])
 
 
@@ -201,6 +202,7 @@ class _Forward(shims.TorchDispatchMode):
         self._read_buffers: set[str] = set()
         self._checkpoint: object = None
         self._together: list[set[int]] = []
+        self._kept_random: dict[str, list[bool]] = {}
         self._draws: dict[int, set[int]] = {}
         self._written_buffers: set[str] = set()
 
@@ -374,12 +376,14 @@ class _Forward(shims.TorchDispatchMode):
         )
         return result
 
-    def note_checkpoint(self, frame: object) -> None:
-        """The next call runs in this checkpoint, which runs all of its calls again in backward."""
-        if self._checkpoint is not frame:
-            self._checkpoint = frame
+    def note_checkpoint(self, checkpoints: Checkpoints, unit: str) -> None:
+        """The next call runs in these, the outermost of which runs all of its calls again in backward."""
+        if self._checkpoint is not checkpoints.outermost:
+            self._checkpoint = checkpoints.outermost
             self._together.append(set())
         self._together[-1].add(len(self.calls))
+        if torch.is_grad_enabled():
+            check_told_apart(unit, self._kept_random, checkpoints.keep_random_state)
 
     def note_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A unit may use parameters of others, which its stage must hold then; and may count statistics."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,8 +46,15 @@ def _objects(value: Any) -> list[Any]:
 
 
 def _held_by(thing: Any, depth: int = 2) -> Iterator[Any]:
-    for item in list(getattr(thing, "__dict__", {}).values()):
+    slots = (name for cls in type(thing).__mro__ for name in _names(vars(cls).get("__slots__", ())))
+    held = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
+    held += thing if isinstance(thing, deque | set | frozenset) else ()
+    for item in held:
         for one in item if isinstance(item, list | tuple) else item.values() if isinstance(item, dict) else (item,):
             yield one
             if depth > 1 and not isinstance(one, torch.Tensor | nn.Module | type):
                 yield from _held_by(one, depth - 1)
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid.errors import ModelError
 from hybrid.pipeline.chunk_run import ChunkRun
+from hybrid.pipeline.own_checkpoints import refuse_alike
 
 __all__ = ["Rerun", "Reruns"]
 
@@ -82,11 +82,7 @@ class Reruns:
         state = torch.random.get_rng_state()
         alike = [again for again in noted if torch.equal(again.state, state)]
         if len(alike) != 1:
-            raise ModelError(
-                f"checkpoints (recompute) in the model's own code cover {len(noted)} calls of {unit!r}, and which of "
-                "them comes again in backward cannot be told without the random state: leave preserve_rng_state=True, "
-                "or use strategy.recompute"
-            )
+            refuse_alike(unit, len(noted))
         return alike[0]
 
     @contextmanager

@@ -29,31 +29,43 @@ def map_leaves(value: Any, kind: type[Any], function: Callable[[Any], Any]) -> A
     if type(value) is dict:
         return {key: map_leaves(item, kind, function) for key, item in value.items()}
     if isinstance(value, Mapping):
-        # A mapping may be of a class with its own constructor (a model output): copy it, then replace the values.
         changed = {key: map_leaves(item, kind, function) for key, item in value.items()}
-        try:
-            mapped = copy.copy(value)
-        except TypeError:  # its constructor wants its fields
-            return type(value)(**changed)
-        for key, new in changed.items():
-            if new is not value[key]:
-                mapped[key] = new  # type: ignore[index]
-        return mapped
+        return _changed_mapping(value, changed)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _changed(value, kind, function)
     return value
 
 
 def _made(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """A list or tuple of this class, whatever its constructor takes."""
-    try:
-        return type(value)(items)
-    except TypeError:
-        if isinstance(value, tuple):
-            return tuple.__new__(type(value), items)
+    """A list or tuple of this class: its constructor, which may do anything with what it gets, is not called."""
+    cls: Any = type(value)
+    if cls is list or cls is tuple:
+        return cls(items)
+    if isinstance(value, tuple):
+        try:
+            return tuple.__new__(cls, items)
+        except TypeError:  # made in C, as torch.Size
+            return cls(items)
     made = copy.copy(value)
-    made[:] = items
+    list.__setitem__(made, slice(None), items)
     return made
+
+
+def _changed_mapping(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A mapping may be of a class with its own constructor (a model output): copy it, then replace the values."""
+    try:
+        mapped: Any = copy.copy(value)
+        for key, new in changed.items():
+            if new is not value[key]:
+                mapped[key] = new
+        return mapped
+    except TypeError:  # its constructor wants its fields, or nobody may write to it
+        pass
+    try:
+        return type(value)(**changed)
+    except TypeError:
+        made: Any = type(value)
+        return made(changed)
 
 
 def _with_attributes(mapped: Any, value: Any) -> Any:

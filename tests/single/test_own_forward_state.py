@@ -156,6 +156,18 @@ def with_list(model: Any, block: nn.Module, x: torch.Tensor) -> Any:
     return block(x, model.seen)
 
 
+def each(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def again(model: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for keep in (True, False):
+        x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=keep)
+    return x
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attribute": (
         lambda: Blocks(Scaling, end=read_scales),
@@ -191,6 +203,22 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "covers 'blocks.0' to 'blocks.3', which are in pipeline chunks 0 and 1",
     ),
+    "reentrant-around-another": (
+        lambda: Blocks(
+            call=lambda model, block, x: checkpoint(
+                functools.partial(checkpoint, block, use_reentrant=False), x.requires_grad_(), use_reentrant=True
+            )
+        ),
+        "with use_reentrant=True .* covers 'blocks.0'.*Use use_reentrant=False",
+    ),
+    "checkpoint-over-chunks-around-others": (
+        lambda: Blocks(
+            end=lambda model, x: checkpoint(functools.partial(each, model), x, use_reentrant=False),
+            call=lambda model, block, x: x,
+        ),
+        "covers 'blocks.0' to 'blocks.3', which are in pipeline chunks 0 and 1",
+    ),
+    "checkpoints-that-look-alike": (lambda: Blocks(call=again), "cover 2 calls of 'blocks.0'.*preserve_rng_state=True"),
     "counted-twice": (lambda: twice(Counting(4, 4)), "attribute 'shared.count' is changed .* pipeline stages 0 and 1"),
     "statistics-in-eval-mode": (
         lambda: twice(nn.BatchNorm1d(4)).eval(),
