@@ -65,7 +65,7 @@ def choose(
         problems = [problem for of_rank in damaged for problem in of_rank]
         if not problems:
             if everything and runtime.mesh.rank == 0:
-                warnings.warn(f"load_checkpoint takes {path}, because: {'; '.join(everything)}", stacklevel=3)
+                warnings.warn(f"load_checkpoint takes {path}, because: {'; '.join(everything)}", stacklevel=4)
             return Chosen(path=path, manifest=manifest, passed_over=tuple(everything))
         text = f"{path} is damaged: {'; '.join(problems)}"
         if not fallback or step != "latest":

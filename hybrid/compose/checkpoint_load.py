@@ -120,7 +120,7 @@ def load_checkpoint(
     _read(job, chosen, plan)
     _settle(job, plan)
     if plan.training.warnings and job.optimizer is not None and job.runtime.mesh.rank == 0:
-        warnings.warn(f"load_checkpoint of {chosen.path}: {'; '.join(plan.training.warnings)}", stacklevel=2)
+        warnings.warn(f"load_checkpoint of {chosen.path}: {'; '.join(plan.training.warnings)}", stacklevel=3)
     return LoadedCheckpoint(
         step=chosen.manifest.step,
         path=chosen.path,

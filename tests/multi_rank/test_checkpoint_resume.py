@@ -71,6 +71,8 @@ def resume(directory: str) -> tuple[list[Any], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loaded = hybrid.load_checkpoint(None, run.model, run.optimizer, **run.state)
+    told = [one for one in caught if "load_checkpoint" in str(one.message)]
+    assert {one.filename for one in told} <= {__file__}  # the line that called it, and none in hybrid
     assert (loaded.step, loaded.path) == (9, Path(directory) / "step_00000009")
     assert (loaded.extra["best"], loaded.extra["note"]) == (EXTRA["best"], EXTRA["note"])
     assert torch.equal(loaded.extra["seen"], EXTRA["seen"])
