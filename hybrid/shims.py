@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ __all__ = [
     "is_sole_user_of_memory",
     "is_view",
     "keeps_graph",
+    "keeps_random_state",
     "memory_of",
     "own_parts",
     "plain_tensors",
@@ -199,6 +201,14 @@ def drop_hooks(module: torch.nn.Module) -> None:
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether a module itself has backward hooks. torch 2.13 has no public way to ask."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def keeps_random_state(frame: FrameType) -> bool:
+    """Whether a running call of torch's checkpoint keeps the random state.
+
+    torch 2.13: what was asked for is nowhere but in a local variable of the call. Without it: yes, the default.
+    """
+    return bool(frame.f_locals.get("preserve", True))
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from torch.utils.checkpoint import CheckpointFunction
 
+from hybrid import shims
 from hybrid.errors import ModelError
 
 __all__ = ["Checkpoints", "check_told_apart", "checkpoints_around", "refuse_alike"]
@@ -34,7 +35,7 @@ def checkpoints_around() -> Checkpoints | None:
         is_function = code is CheckpointFunction.forward.__code__
         is_reentrant |= is_function
         if is_function or (code.co_name == "checkpoint" and code.co_filename == _FILE):
-            keep = keep and frame.f_locals.get("preserve", True)
+            keep = keep and shims.keeps_random_state(frame)
             found = Checkpoints(frame, is_reentrant, keep)
         frame = frame.f_back
     return found

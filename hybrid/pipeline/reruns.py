@@ -45,6 +45,8 @@ class Reruns:
     def __init__(self) -> None:
         self.place: _Key = (0, 0)
         """(chunk, micro-batch) whose backward runs."""
+        self._has_begun = False
+        """Whether some backward of this step has: what an earlier step ended with is to come in this one."""
         self.is_inside = False
         """Whether a unit runs again."""
         self._noted: dict[_Key, dict[str, list[Rerun]]] = {}
@@ -61,14 +63,14 @@ class Reruns:
 
     def begin_backward(self, chunk: int, micro_batch: int) -> None:
         """What was noted for the backward before this one goes."""
-        if self.place != (chunk, micro_batch):
+        if self._has_begun and self.place != (chunk, micro_batch):
             self._noted.pop(self.place, None)
-        self.place = (chunk, micro_batch)
+        self.place, self._has_begun = (chunk, micro_batch), True
 
     def clear(self) -> None:
         """A step ends, or has failed."""
         self._noted.clear()
-        self.is_inside = False
+        self.is_inside = self._has_begun = False
 
     def find(self, unit: str) -> Rerun | None:
         """The call of a unit that comes again now; None where none was noted.
