@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from hybrid import shims
 from hybrid.errors import LaunchError
 
-__all__ = ["VARIABLE", "add_product", "fast_product", "is_wanted", "matrix_product", "take"]
+__all__ = ["VARIABLE", "add_product", "count_as_plain", "fast_product", "is_wanted", "matrix_product", "take"]
 
 VARIABLE: Final = "HYBRID_ONEDNN"  # "0": products as torch computes them; "1": by oneDNN wherever torch has it
 _WORDS: Final = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
@@ -33,7 +33,13 @@ _PIECE_BYTES = 4 << 20
 _LEAST_PIECE_ROWS = 256
 
 _EXACT = ("none", "ieee")  # else products may be rounded to fewer bits, each library in its own way
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Besides: classes that compute as these do where a layer runs (see `count_as_plain`).
+_PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
+
+
+def count_as_plain(cls: type[torch.Tensor]) -> None:
+    """Products of tensors of this class are those of ordinary ones."""
+    _PLAIN.add(cls)
 
 
 class _State:

@@ -153,6 +153,7 @@ class Mesh:
             backend=backend,
             timeout_seconds=self.timeout_seconds,
             near=self._near(ranks),
+            keeps=self,
         )
 
     def _near(self, ranks: tuple[int, ...]) -> dict[int, Neighbour]:

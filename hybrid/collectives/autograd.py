@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "copy_to",
     "forget_groups",
     "gather_from",
+    "held_by_others",
     "make_known",
     "reduce_from",
     "reduce_scatter_from",
@@ -55,6 +58,20 @@ def _number(group: Group) -> int:
     if not torch.compiler.is_compiling():  # a compiler would take note of the dict, and of all that is in it
         make_known(group)
     return group.number
+
+
+@contextmanager
+def held_by_others() -> Iterator[None]:
+    """Inside, no group lives since it is known here; afterwards those that still live are known again."""
+    known = {number: weakref.ref(group) for number, group in _groups.items()}
+    _groups.clear()
+    try:
+        yield
+    finally:
+        for number, reference in known.items():
+            group = reference()
+            if group is not None:
+                _groups.setdefault(number, group)
 
 
 def forget_groups(ended: Collection[dist.ProcessGroup] | None = None) -> None:

@@ -13,7 +13,7 @@ from hybrid.collectives.shared_memory import Neighbour
 __all__ = ["Group"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Group:
     """Some ranks of the world, in the order in which sums are taken, as one of them sees it.
 
@@ -35,6 +35,8 @@ class Group:
     """Numbers the collectives launched on this group; the ranks compare it (see `exchange`)."""
     number: int = field(default_factory=itertools.count(1).__next__, repr=False, compare=False)
     """By which operations of torch's registry know this group; of this process alone."""
+    keeps: object = field(default=None, repr=False, compare=False)
+    """The user of its process group, which lives as long as this: logits that are not gathered yet outlive a model."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.ranks), (self.rank, self.ranks)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from typing import Protocol
-
-import torch.distributed as dist
 
 from hybrid.collectives import trace
 from hybrid.collectives.call import HISTORY, Call, CallState, describe_history, first_sentence
@@ -36,11 +33,9 @@ def forget_calls() -> None:
     HISTORY.clear()
 
 
-def forget_history_of(ended: Collection[dist.ProcessGroup]) -> None:
-    """Let go of these process groups in the history; of calls on them that nobody waited for, the buffers stay."""
-    kept = [call for call in HISTORY if call.group.process_group not in ended]
+def forget_history() -> None:
+    """Let go of the calls that were named in messages."""
     HISTORY.clear()
-    HISTORY.extend(kept)
 
 
 class Handle:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from hybrid.collectives.autograd import forget_groups
+from hybrid.collectives.autograd import forget_groups, held_by_others
 from hybrid.collectives.channel import forget_channels
 from hybrid.collectives.group import Group
-from hybrid.collectives.handle import forget_calls, forget_history_of
+from hybrid.collectives.handle import forget_calls, forget_history
 from hybrid.collectives.ops import all_gather_object
 
 __all__ = ["end_default_group", "end_unused_groups", "forget_ended_groups", "make_process_group"]
@@ -74,7 +74,9 @@ def end_unused_groups(world: Group, *, of_models: bool = False) -> None:
     job = _current()
     if not any(made.of_model or not of_models for made in job.made):
         return
-    gc.collect()  # a wrapped model is full of cycles
+    forget_history()  # what it names would live on for a message
+    with held_by_others():
+        gc.collect()  # a wrapped model is full of cycles
     alive = all_gather_object([made.user() is not None for made in job.made], group=world)
     if len({len(flags) for flags in alive}) > 1:
         return  # a rank failed between two groups: nobody knows any more which are whose
@@ -84,7 +86,6 @@ def end_unused_groups(world: Group, *, of_models: bool = False) -> None:
     ours = [group for group in ended if isinstance(group, dist.ProcessGroup)]
     for group in ours:
         dist.destroy_process_group(group)
-    forget_history_of(ours)
     forget_groups(ours)
     forget_channels(ours)
 

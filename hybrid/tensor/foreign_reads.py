@@ -22,6 +22,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from hybrid import shims
+from hybrid.cpu_products import count_as_plain
 from hybrid.errors import ModelError
 from hybrid.metadata import METADATA_CALLS
 from hybrid.tensor.cut_module import CutModule
@@ -74,6 +75,9 @@ class CutParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with shims.plain_tensors():
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+count_as_plain(CutParameter)
 
 
 def _plainly(func: Any, theirs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
