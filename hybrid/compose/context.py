@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -169,6 +169,7 @@ def _warn_of_slow_links(resolved: ResolvedStrategy, environment: LaunchEnvironme
 
 def check_same_strategy(strategy: DistributedStrategy) -> None:
     """Raises StrategyError if a job runs with another strategy."""
+    _check_type(strategy)
     if _scope is None or strategy == _scope.strategy:
         return
     resolved = strategy.resolve(_scope.mesh.world_size)
@@ -180,7 +181,20 @@ def check_same_strategy(strategy: DistributedStrategy) -> None:
         )
 
 
+def _check_type(strategy: Any) -> None:
+    """Raises StrategyError: a dict or the path of a file, as other tools take them."""
+    if strategy is None or isinstance(strategy, DistributedStrategy):
+        return
+    instead = ""
+    if isinstance(strategy, Mapping):
+        instead = ": hybrid.DistributedStrategy.from_dict(...) makes one of a dict"
+    elif isinstance(strategy, str | os.PathLike):
+        instead = f": hybrid.DistributedStrategy.load({os.fspath(strategy)!r}) reads one"
+    raise StrategyError(f"strategy must be a hybrid.DistributedStrategy, got {type(strategy).__name__}{instead}")
+
+
 def _choose(strategy: DistributedStrategy | None) -> DistributedStrategy:
+    _check_type(strategy)
     path = os.environ.get(STRATEGY_VARIABLE)
     if not path:
         return strategy if strategy is not None else DistributedStrategy()
