@@ -21,7 +21,8 @@ _EXPERTS = {
     "deepseek-v3": Experts(num=256, top_k=8, ffn=2048, shared_ffn=2048, first_dense=3),
 }
 _LLAMAS = {
-    "llama3", "internevo", "simumax", "nanotron", "nanotron_pp", "nemo_fp8", "bridge", "bridge_moe", "torchtitan",
+    "llama3", "internevo", "simumax", "nanotron", "nanotron_pp", "nemo_fp8", "bridge", "bridge_moe", "bridge_moe_a2a",
+    "torchtitan", "nemo_2412", "nemo_gb200", "automodel", "fms_a100", "fms_h100", "titan_a100",
 }  # fmt: skip
 # `--make-vocab-size-divisible-by`, times the tensor-parallel ranks.
 _VOCAB_MULTIPLE = 128
@@ -53,6 +54,8 @@ def model_of(row: Mapping[str, str], dataset: str) -> ModelSpec:
         changes = {"kernels": "eager", "logit_bytes": 6, "is_tied": hidden < 4096}
     elif dataset == "torchtitan":
         changes = {"kernels": "eager" if name.endswith("-eager") else "fused", "logit_bytes": 6}
+    elif dataset in {"fms_a100", "fms_h100", "titan_a100"}:  # not compiled, nothing fused but attention
+        changes = {"kernels": "eager", "logit_bytes": 6}
     elif name.startswith("nemotron"):  # squared ReLU, arXiv:2402.16819 section 2.2
         changes = {"is_gated": False, "activation": "relu", "norm": "layer"}
     return _llama(name, layers, hidden, heads, int(row["kv_heads"]), ffn, vocab, seq, **changes)
@@ -74,4 +77,6 @@ def _llama(
     if name.startswith("qwen3"):
         family = {"family": "qwen3_moe", "head_dim": 128, "has_qk_norm": True}
         return moe_spec(name, num_experts=128, top_k=8, expert_ffn=ffn, kv_heads=kv_heads, **family, **shape)
+    if name.startswith("mixtral"):
+        return moe_spec(name, num_experts=8, top_k=2, expert_ffn=ffn, kv_heads=kv_heads, **shape)
     return llama_spec(name, kv_heads=kv_heads, ffn=ffn, **shape)

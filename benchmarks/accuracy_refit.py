@@ -71,6 +71,7 @@ STAGES = (
         datasets=("nanotron",),
         parameters=_of("nanotron-2024", traffic_fraction=(0.5, 2.5), launch_seconds=(5e-6, 2e-4)),
     ),
+    Stage(datasets=("nanotron_pp",), parameters=_of("nanotron-2024", across_pipeline_seconds=(1e-5, 2e-3))),
     Stage(datasets=("torchtitan",), parameters=_of("torchtitan-2024", matmul_fraction=(0.5, 1.05))),
     Stage(datasets=("bridge",), parameters=_of("megatron-bridge-2025", traffic_fraction=(0.5, 4.0))),
     Stage(datasets=("sc21_zero3",), parameters=_of("deepspeed-zero3-2021", collective_fraction=(0.03, 1.0))),

@@ -137,7 +137,8 @@ SETTINGS: dict[str, Setting] = {
         **_DGX_H100,
     ),
     "nanotron_pp": Setting(
-        title="nanotron, pipelines over nodes", software="nanotron-2024", is_bounded=False, **_DGX_H100
+        title="nanotron, pipelines over nodes", software="nanotron-2024", limit=12, fit="1.34B, 2 nodes",
+        **_DGX_H100,
     ),
     "bloom_2022": Setting(
         title="BLOOM, trials of 177B to 196B", software="bigscience-2022", limit=12,
@@ -152,7 +153,28 @@ SETTINGS: dict[str, Setting] = {
         fit="8B, 8 devices, bf16", **_DGX_H100,
     ),
     "bridge_moe": Setting(
-        title="Megatron-Bridge, mixtures", software="megatron-bridge-2025", is_bounded=False, **_DGX_H100
+        title="Megatron-Bridge, mixtures, GB200, GB300", software="megatron-bridge-2025", is_bounded=False, **_DGX_H100
+    ),
+    "bridge_moe_a2a": Setting(
+        title="Megatron-Bridge, mixtures, B200, H100", software="megatron-bridge-2025-alltoall", is_bounded=False,
+        **_DGX_H100,
+    ),
+    "nemo_2412": Setting(title="NeMo 24.12, H100, fp8", software="megatron-core-2024", limit=12, **_DGX_H100),
+    "nemo_gb200": Setting(title="NeMo 25.04, GB200, fp8", software="megatron-bridge-2025", limit=12, **_DGX_H100),
+    "automodel": Setting(title="NeMo AutoModel, H100, bf16", software="automodel-2025", limit=12, **_DGX_H100),
+    "fms_a100": Setting(
+        title="fms-fsdp, Llama 2, A100", software="hybrid", limit=12,
+        **{**_DGX_A100, "network": "4x100G", "is_flash": True},
+    ),
+    "fms_h100": Setting(
+        title="fms-fsdp, Llama 2, H100", software="hybrid", limit=12, **{**_DGX_H100, "network": "8x100G"}
+    ),
+    "titan_a100": Setting(
+        title="torchtitan of 2024-07, A100", software="hybrid", limit=12, **{**_DGX_A100, "is_flash": True}
+    ),
+    "dlperf": Setting(
+        title="DLPerf, Megatron-LM on V100", software="megatron-2021", device="V100-SXM2-16GB", per_node=8,
+        network="1x100G", precision=_FP16, is_flash=False, limit=12,
     ),
 }  # fmt: skip
 
@@ -201,7 +223,7 @@ def _rows(dataset: str) -> Iterator[dict[str, str]]:
             shared |= {"ffn": str(4 * int(row["hidden"])), "gpus": str(gpus), "recompute": "none"}
             yield {**row, **shared, "id": f"vtrain_single-{row['id']}", "model": f"gpt-{row['hidden']}x{row['layers']}"}
         return
-    for name in ("accuracy_points.csv", "accuracy_others.csv"):
+    for name in ("accuracy_points.csv", "accuracy_others.csv", "accuracy_later.csv"):
         yield from (row for row in _read(name) if row["dataset"] == dataset)
 
 
@@ -353,6 +375,8 @@ def _is_fit(row: dict[str, str], dataset: str) -> bool:
             return model == "mpt-3b"
         case "nanotron":
             return model == "nanotron-1.34B" and row["gpus"] == "8"
+        case "nanotron_pp":
+            return model == "nanotron-1.34B" and row["gpus"] == "16"
         case "torchtitan":
             return (model, row["gpus"], row["precision"]) == ("llama3-8b", "8", "bf16")
         case "bridge":

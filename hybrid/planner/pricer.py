@@ -257,6 +257,7 @@ class Pricer:
             is_flash=job.is_flash,
             is_split=self._is_shown(candidate),
             is_gradient_first=self._is_gradient_first,
+            is_pipeline_across=self._messages.is_across(candidate),
             tp_links=self._links.of(candidate, ("tp",)),
             cp_links=self._links.of(candidate, ("cp",)),
             ep_links=self._links.of_experts(candidate, is_data_parallel=False),
@@ -265,13 +266,10 @@ class Pricer:
     def _key(self, candidate: Candidate) -> tuple[object, ...]:
         """All that the time of a unit depends on."""
         c = candidate
-        links = (
-            self._links.of(c, ("tp",)),
-            self._links.of(c, ("cp",)),
-            self._links.of_experts(c, is_data_parallel=False),
-        )
-        is_shown = self._is_shown(candidate)
-        return (c.micro_batch_size, c.tp, c.cp, c.ep, c.sequence_parallel, c.recompute, is_shown, *map(id, links))
+        of = self._links.of
+        links = of(c, ("tp",)), of(c, ("cp",)), self._links.of_experts(c, is_data_parallel=False)
+        flags = self._is_shown(c), self._messages.is_across(c)
+        return (c.micro_batch_size, c.tp, c.cp, c.ep, c.sequence_parallel, c.recompute, *flags, *map(id, links))
 
     def _is_shown(self, candidate: Candidate) -> bool:
         """Whether no product of a weight gradient hides what tensor parallel sends in a backward; usually one does."""

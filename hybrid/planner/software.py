@@ -56,6 +56,10 @@ class Software:
         tp_backward_overlap_fraction: in a backward, where products of weight gradients do not wait for it.
         cp_overlap_fraction: of ring-attention traffic hidden behind attention.
         ep_overlap_fraction: of expert traffic hidden.
+        is_ep_awaited: 1 where the host waits in each forward of a mixture for how many rows its experts get, so that
+            launches are not ahead of the device, 0 where they stay there.
+        ep_sent_fraction: of the rows for experts that travel; below 1 where a token goes once to a rank that holds
+            several of its experts.
         dp_overlap_fraction: of the last backward that gradients can travel behind.
         gather_overlap_fraction: of parameter gathers after the step hidden behind the next forward (stages 1 and 2).
         unit_overlap_fraction: of a unit's compute that the next unit's gather can hide behind (stage 3).
@@ -66,6 +70,7 @@ class Software:
             gradients that can wait, 0 where it sends it behind the whole backward.
         is_scatter_gather: 1 where tp ranks send 1/tp of a boundary each and gather it (Megatron-LM without sp).
         collective_seconds: host and synchronising time per collective, beside its own latency.
+        across_pipeline_seconds: host time per tp collective and rank of its group, where a pipeline crosses domains.
         collective_fraction: of the speed that `collectives.py` gives.
         across_fraction: of the rate of the network cards that a collective reaches between two domains.
         across_falloff: how that falls with the number of domains: as (domains / 2) ^ -falloff.
@@ -101,6 +106,8 @@ class Software:
     tp_backward_overlap_fraction: float = 0.0
     cp_overlap_fraction: float = 0.8
     ep_overlap_fraction: float = 0.0
+    is_ep_awaited: float = 0.0
+    ep_sent_fraction: float = 1.0
     dp_overlap_fraction: float = 0.8
     gather_overlap_fraction: float = 0.0
     unit_overlap_fraction: float = 0.9
@@ -110,6 +117,7 @@ class Software:
     is_gradient_first: float = 0.0
     is_scatter_gather: float = 0.0
     collective_seconds: float = 0.0
+    across_pipeline_seconds: float = 0.0
     collective_fraction: float = 1.0
     across_fraction: float = 0.88
     across_falloff: float = 0.0

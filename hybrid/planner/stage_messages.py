@@ -40,6 +40,13 @@ class StageMessages:
             known = self._known[key] = shown, [seconds * (1 - share) for seconds in transfers]
         return known
 
+    def is_across(self, candidate: Candidate) -> bool:
+        """Whether a message between stages leaves a domain, where the software says what that costs the host."""
+        if candidate.pp == 1 or not self._software.across_pipeline_seconds:
+            return False
+        legs = self._leg(candidate, candidate.pp * candidate.virtual_stages)
+        return any(link is not None and link.num_domains > 1 for link in legs)
+
     def _transfers(self, candidate: Candidate, num_chunks: int) -> list[float]:
         """Seconds of one message over each cut between chunks; none between chunks of one rank."""
         if candidate.pp == 1:

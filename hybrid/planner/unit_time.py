@@ -76,6 +76,7 @@ class UnitSetting:
         sequence_parallel, recompute, is_flash: as in the candidate and the job.
         is_split: the schedule runs the products of weight gradients apart from the rest of a backward.
         is_gradient_first: products of weight gradients may wait until the gradient of the input is there.
+        is_pipeline_across: a message between stages leaves a domain, and the software says what that costs the host.
         tp_links, cp_links, ep_links: of the groups; None for one rank.
     """
 
@@ -95,6 +96,7 @@ class UnitSetting:
     is_flash: bool = True
     is_split: bool = False
     is_gradient_first: bool = False
+    is_pipeline_across: bool = False
     tp_links: GroupLinks | None = None
     cp_links: GroupLinks | None = None
     ep_links: GroupLinks | None = None
@@ -195,11 +197,14 @@ def _phase(unit: UnitSpec, setting: UnitSetting, compute: float, *, is_backward:
     ep = _expert_parallel(unit, setting) * (1.0 - software.ep_overlap_fraction)
     launches = _launches(unit, setting, is_backward=is_backward)
     device = compute + attention + elementwise + tp + cp + ep
+    ahead = software.is_launch_ahead
+    if unit.expert_rows and not is_backward and software.is_ep_awaited:
+        ahead = 0.0
     return PhaseSeconds(
         compute=compute,
         attention=attention,
         elementwise=elementwise,
-        host=max(0.0, launches - device * software.is_launch_ahead),
+        host=max(0.0, launches - device * ahead),
         tp=tp,
         cp=cp,
         ep=ep,
@@ -210,6 +215,8 @@ def _launches(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> flo
     """Seconds that the host takes."""
     software = setting.software
     launches = (unit.num_kernels * software.kernel_fraction + _num_collectives(unit, setting)) * software.launch_seconds
+    if setting.is_pipeline_across:
+        launches += _num_tensor_collectives(unit, setting) * setting.tp * software.across_pipeline_seconds
     return launches * (software.backward_launch_factor if is_backward else 1.0)
 
 
@@ -348,10 +355,14 @@ def _tensor_parallel(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool)
 
 def _num_collectives(unit: UnitSpec, setting: UnitSetting) -> int:
     """That a forward or a backward launches, each of which takes the host as long as a kernel."""
-    count = unit.num_tp_reductions * (1 + setting.sequence_parallel) + len(unit.gathered_forward)
-    count = count if setting.tp > 1 else 0
+    count = _num_tensor_collectives(unit, setting)
     count += 2 if setting.ep > 1 and unit.expert_rows else 0
     return count + (setting.cp - 1 if setting.cp > 1 and unit.attentions else 0)
+
+
+def _num_tensor_collectives(unit: UnitSpec, setting: UnitSetting) -> int:
+    count = unit.num_tp_reductions * (1 + setting.sequence_parallel) + len(unit.gathered_forward)
+    return count if setting.tp > 1 else 0
 
 
 def _context_parallel(unit: UnitSpec, setting: UnitSetting, *, is_backward: bool) -> float:
@@ -368,4 +379,5 @@ def _expert_parallel(unit: UnitSpec, setting: UnitSetting) -> float:
     if setting.ep == 1 or not unit.expert_rows:
         return 0.0
     rows = setting.whole_tokens * unit.expert_rows * setting.hidden * setting.activation
+    rows *= setting.software.ep_sent_fraction
     return 2 * _collective(setting, "all_to_all", rows, setting.ep_links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -309,6 +310,43 @@ def test_what_is_priced_is_what_is_sent(candidate: Candidate) -> None:
 
 
 # ---------------------------------------------------------------- constants
+
+
+def test_pipelines_over_nodes_take_the_host() -> None:
+    """`across_pipeline_seconds`: per tp collective and rank of its group, only where a message between stages leaves a
+    node; in whichever order one job prices layouts that are otherwise alike."""
+    plain = replace(software_of("hybrid"), is_launch_ahead=0)  # `host` is all that the host does
+    slow = replace(plain, across_pipeline_seconds=1e-3)
+
+    def host(job: Job, tp: int, pp: int) -> float:
+        shards = job.cluster.num_devices // (tp * pp)
+        batches = job.global_batch_size // shards
+        candidate = Candidate(tp=tp, pp=pp, dp_shard=shards, num_micro_batches=batches, sequence_parallel=tp > 1)
+        return unit_seconds(job, candidate)[next(u.name for u in job.model.units if u.kind == "block")].forward.host
+
+    over, inside = _job(cluster="2x8xH100", software=slow), _job(cluster="1x8xH100", software=slow)
+    for job, tp, pp in ((over, 4, 1), (over, 1, 2), (inside, 4, 2), (over, 4, 1)):
+        assert host(job, tp, pp) == host(replace(job, software=plain), tp, pp)
+    # A block has two gathers and two scatters.
+    assert host(over, 4, 2) - host(replace(over, software=plain), 4, 2) == pytest.approx(4 * 4 * 1e-3)
+    assert host(over, 4, 1) == host(replace(over, software=plain), 4, 1)
+
+
+def test_experts_are_awaited_and_sent_once() -> None:
+    """`is_ep_awaited`: launches of a mixture's forward are not ahead; `ep_sent_fraction`: of the rows that travel."""
+    mixture = Candidate(dp_shard=32, ep=8, num_micro_batches=8)
+
+    def parts(**changes: float) -> Mapping[str, float]:
+        return step_time(replace(MIXTURE, software=replace(software_of("hybrid"), **changes)), mixture).parts
+
+    plain, awaited = parts(), parts(is_ep_awaited=1.0)
+    assert awaited["host"] > plain["host"]
+    assert {name for name in PARTS if awaited[name] != plain[name]} == {"host"}
+    whole, half, quarter = (parts(ep_sent_fraction=share)["ep_exposed"] for share in (1.0, 0.5, 0.25))
+    assert whole == plain["ep_exposed"]
+    assert half - quarter == pytest.approx((whole - half) / 2)
+    dense = replace(DENSE, software=replace(software_of("hybrid"), is_ep_awaited=1.0))
+    assert step_time(dense, LAYOUTS[0]).parts == step_time(DENSE, LAYOUTS[0]).parts
 
 
 def test_every_constant_has_a_source() -> None:

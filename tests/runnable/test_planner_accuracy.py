@@ -29,12 +29,20 @@ _BOUNDS = {
     "mosaic_h100": (6, 11),
     "mosaic_fp8": (9, 13),
     "nanotron": (6, 12),
-    "nanotron_pp": (18, 50),
+    "nanotron_pp": (8, 25),
     "bloom_2022": (10, 12),
     "nemo_fp8": (8, 13),
     "bridge": (5, 10),
-    "bridge_moe": (16, 55),
+    "bridge_moe": (13, 18),
+    "bridge_moe_a2a": (23, 50),
     "torchtitan": (14, 40),
+    "nemo_2412": (6, 11),
+    "nemo_gb200": (11, 16),
+    "automodel": (7, 9),
+    "fms_a100": (9, 15),
+    "fms_h100": (9, 11),
+    "titan_a100": (4, 13),
+    "dlperf": (7, 30),
 }
 # The least correlation of ranks where the bound of all others is missed: docs/accuracy.md says why.
 _ORDER = {"vtrain_multi": 0.8, "bloom_2022": 0.8}
