@@ -21,7 +21,16 @@ from torch.utils.flop_counter import register_flop_formula
 from hybrid import shims
 from hybrid.errors import LaunchError
 
-__all__ = ["VARIABLE", "add_product", "count_as_plain", "fast_product", "is_wanted", "matrix_product", "take"]
+__all__ = [
+    "VARIABLE",
+    "add_product",
+    "count_as_plain",
+    "fast_product",
+    "is_plain",
+    "is_wanted",
+    "matrix_product",
+    "take",
+]
 
 VARIABLE: Final = "HYBRID_ONEDNN"  # "0": products as torch computes them; "1": by oneDNN wherever torch has it
 _WORDS: Final = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
@@ -40,6 +49,11 @@ _PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
 def count_as_plain(cls: type[torch.Tensor]) -> None:
     """Products of tensors of this class are those of ordinary ones."""
     _PLAIN.add(cls)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its class is an ordinary one, or counts as such."""
+    return type(tensor) in _PLAIN
 
 
 class _State:

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from hybrid import shims
-from hybrid.cpu_products import fast_product, matrix_product
+from hybrid.cpu_products import fast_product, is_plain, matrix_product
 
 __all__ = [
     "Leaves",
@@ -85,7 +85,7 @@ def sink_for(tensor: torch.Tensor, weight: torch.Tensor) -> Sink | None:
     sink = None if reference is None else reference()
     if sink is None or not weight.requires_grad or torch.jit.is_tracing():
         return None
-    if type(weight) is not torch.nn.Parameter:
+    if not is_plain(weight):
         weight.detach()  # values that are elsewhere come now, while it can be seen that backward will need them, too
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         return None

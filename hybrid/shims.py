@@ -54,6 +54,7 @@ __all__ = [
     "keeps_random_state",
     "memory_of",
     "own_parts",
+    "plain_result",
     "plain_tensors",
     "quiet_fakes",
     "returns_view",
@@ -332,10 +333,11 @@ def returns_view(operation: Any) -> bool:
     return any(result.alias_info is not None for result in operation._schema.returns)
 
 
-def plain_tensors() -> AbstractContextManager[object]:
-    """Inside, a tensor is what it is to an operation, whatever its class answers. torch 2.13: no public name."""
-    context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
-    return context
+# Inside, a tensor is what it is to an operation, whatever its class answers. torch 2.13: no public name.
+plain_tensors: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
+
+# (operation, classes, arguments) -> what the operation gives so. torch 2.13: no public name.
+plain_result: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from hybrid.sharding.gradient_handle import GradientHandle
 from hybrid.sharding.tensors import tensors_in
 from hybrid.strategy.resolved import CompileSettings, RecomputeSettings
 from hybrid.tensor.cut_module import CutModule
+from hybrid.tensor.foreign_reads import parameters_as_plain
 
 __all__ = [
     "check_compiled",
@@ -186,7 +187,10 @@ def _compiled(
         bring_all((parameters, args, kwargs))
         try:
             with _without_placeholders(parameters, args, kwargs), draws.watched() as may_compile:
-                return program(*args, **kwargs) if may_compile else forward(*args, **kwargs)
+                if not may_compile:
+                    return forward(*args, **kwargs)
+                with parameters_as_plain(parameters):
+                    return program(*args, **kwargs)
         except Exception as error:
             if not shims.is_compiler_error(error):
                 raise

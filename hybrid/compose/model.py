@@ -163,7 +163,7 @@ def distributed_model(
     runtime.tied = TiedHolders(engine, stages, mesh) if stages is not None else None
     programs = chosen.compiled if chosen.recomputed_in_programs else ()
     extended.hybrid_first_forward = FirstForward.watch(model, planned, cuts, kept=kept, mesh=mesh, in_programs=programs)
-    if cuts is not None and stages is None and resolved.compile is None:
+    if cuts is not None:
         runtime.watch_reads(extended, cuts)
     extended.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     context.remember(runtime)

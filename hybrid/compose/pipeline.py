@@ -19,9 +19,10 @@ from hybrid.contracts.chunk_placement import chunk_rank, chunks_on
 from hybrid.contracts.schedule import Schedule
 from hybrid.mesh import Mesh
 from hybrid.pipeline.layers import PipelineLayer
+from hybrid.pipeline.loss_scope import free
 from hybrid.pipeline.own_forward import OwnForwardModel
 from hybrid.pipeline.runner import PipelineRunner
-from hybrid.pipeline.stages import StagedModel, free
+from hybrid.pipeline.stages import StagedModel
 from hybrid.pipeline.transport import Lane, Transport
 from hybrid.sharding.units import Unit
 
@@ -69,6 +70,7 @@ class Stages:
     loss_fn: LossFunction | None
     elsewhere: dict[int, nn.Parameter]
     """Parameters that only other stages train, by id: an optimizer that was built before may hold them."""
+    names_elsewhere: dict[int, str]
     stand_in: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0)))
     """What an optimizer gets on a stage without parameters."""
     names: tuple[str, ...]
@@ -94,7 +96,11 @@ class Stages:
     def forget_the_rest(self) -> None:
         """The layers of other stages are not needed any more; parameters that others may hold lose their memory."""
         self.staged.forget_the_rest()
-        free(list(self.elsewhere.values()))
+        held = ((self.names_elsewhere[key], parameter) for key, parameter in self.elsewhere.items())
+        free({f"parameter {fqn!r} is on pipeline stage {self._places(fqn)}": parameter for fqn, parameter in held})
+
+    def _places(self, fqn: str) -> str:
+        return " and ".join(map(str, self.whole.stages_of[self.whole.first[fqn]]))
 
 
 def share_out(model: nn.Module, planned: PlannedStages, mesh: Mesh) -> tuple[StagedModel | OwnForwardModel, WholeModel]:
@@ -217,6 +223,7 @@ def start_pipeline(
     """Take the layers of other stages out of the model, and make the links to the neighbours. *Collective.*"""
     staged, whole = layers
     names = _all_keys(model, staged, mesh) if isinstance(staged, StagedModel) else tuple(model.state_dict())
+    by_id = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
     gone = staged.remove_the_rest()
     if planned.schedule.splits_backward:
         split_backward(model, mesh.group("tp"))
@@ -229,6 +236,7 @@ def start_pipeline(
         runner=PipelineRunner(transport, num_chunks=staged.num_chunks, forward=staged.run_chunk),
         loss_fn=getattr(model, "loss_fn", None) if planned.own_forward is None else None,
         elsewhere={id(parameter): parameter for parameter in gone},
+        names_elsewhere={id(parameter): by_id[id(parameter)] for parameter in gone},
         names=names,
     )
 

@@ -52,7 +52,8 @@ def train_pipeline(
     chunk: int | None = None
 
     def loss(micro_batch: int, output: Any) -> torch.Tensor:
-        loss = loss_fn(output, pairs[micro_batch][1])
+        with stages.staged.loss_scope.running():
+            loss = loss_fn(output, pairs[micro_batch][1])
         loss_sum = add_loss(loss, micro_batches[micro_batch], totals, strategy.loss_reduction)
         totals[5] += float(not loss_sum.requires_grad)
         return loss_sum if scaler is None else scaler.scale(loss_sum)
@@ -127,7 +128,8 @@ def evaluate_pipeline(
     def loss(micro_batch: int, output: Any) -> torch.Tensor:
         piece = pieces[micro_batch]
         note(output, piece if isinstance(piece, Mapping) else pairs[micro_batch][1])
-        loss = loss_fn(output, pairs[micro_batch][1])
+        with stages.staged.loss_scope.running():
+            loss = loss_fn(output, pairs[micro_batch][1])
         return add_loss(loss, pieces[micro_batch], totals, runtime.strategy.loss_reduction)
 
     actions = [

@@ -34,7 +34,7 @@ from hybrid.sharding.offload import check_host_update
 from hybrid.sharding.optimizer_state import MASTER, OptimizerShards
 from hybrid.strategy import ResolvedStrategy
 from hybrid.tensor.cuts import TensorCuts
-from hybrid.tensor.foreign_reads import ForeignReads
+from hybrid.tensor.foreign_reads import watch_reads
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +69,6 @@ class Runtime:
         self.engine = engine
         self.cuts = cuts
         """Which parameters are cut over tp; None without tensor parallel."""
-        self.foreign_reads: ForeignReads | None = None
         self.stages: Stages | None = None
         """What this rank does of a pipeline; None without one."""
         self.parts: AddedParts | None = None
@@ -188,9 +187,9 @@ class Runtime:
         return whole if self.cuts is None else self.cuts.part(fqn, whole)
 
     def watch_reads(self, model: nn.Module, cuts: TensorCuts) -> None:
-        """Until the first gradients are complete, refuse code that computes with a part of a cut weight by itself."""
+        """Refuse code that computes with a part of a cut weight by itself."""
         cut = {fqn: p for fqn, p in self.engine.parameters.items() if cuts.own(fqn) is not None}
-        self.foreign_reads = ForeignReads(model, cut, degree=cuts.group.size, set_class=set_present_class)
+        watch_reads(model, cut, degree=cuts.group.size, set_class=set_present_class)
 
     def check_batch(self, batch: object) -> None:
         """That the ranks that cut each layer work on the same batch: of the first, second, fourth, eighth ... batch.
@@ -285,9 +284,6 @@ class Runtime:
             self.engine.reduce_all()
             self._settle()
             self.may_have_new = False
-            if self.foreign_reads is not None:
-                self.foreign_reads.end()
-                self.foreign_reads = None
             settlements = self.engine.settlements
             if self.cuts is not None and settlements & (settlements - 1) == 0:  # the first, second, fourth, eighth ...
                 check_equal_gradients(self.engine, tp=self.mesh.group("tp"), world=self.mesh.world)

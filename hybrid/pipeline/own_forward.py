@@ -31,6 +31,7 @@ from hybrid.pipeline.chunk_run import ChunkRun
 from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.function_caches import check_not_kept
 from hybrid.pipeline.holders import Holders
+from hybrid.pipeline.loss_scope import LossScope
 from hybrid.pipeline.outline import Returned
 from hybrid.pipeline.plan import OwnForwardPlan
 from hybrid.pipeline.random_state import kept_generators, set_generators
@@ -82,6 +83,7 @@ class OwnForwardModel:
         self._known: dict[Returned, Returned] = {}
         self._run: ChunkRun | None = None
         self._reruns = Reruns()
+        self.loss_scope = LossScope()
         self._seed = 0
         self.on_leave: Callable[[], None] = lambda: None
         """Called when a chunk leaves the forward in its middle."""
@@ -93,6 +95,7 @@ class OwnForwardModel:
             device=device,
             is_running=lambda: self._run is not None,
             before_call=self._check_call,
+            before_walk=lambda module: self.loss_scope.check_walk(repr(self._names_of.get(id(module), ""))),
         )
         self._names_of = {id(module): name for name, module in model.named_modules()}
 

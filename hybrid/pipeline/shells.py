@@ -35,7 +35,7 @@ class Shells:
         is_here: (module, name of its own parameter or buffer) -> whether it stays.
         device: of the placeholders.
         is_running: whether a forward runs now.
-        before_call: is told of modules that hold nothing here and are called.
+        before_call, before_walk: are told of modules that hold nothing here and are called, or gone through.
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class Shells:
         device: torch.device,
         is_running: Callable[[], bool],
         before_call: Callable[[nn.Module], None],
+        before_walk: Callable[[nn.Module], None],
     ) -> None:
         self._model = model
         self._device = device
         self._is_running = is_running
         self._is_here = is_here
         self._before_call = before_call
+        self._before_walk = before_walk
         self._removed: list[_Removed] = []
         self._tensors: list[torch.Tensor] = []
 
@@ -73,7 +75,12 @@ class Shells:
         gone = {id(t): t for t in self._tensors if isinstance(t, nn.Parameter) and id(t) not in here}
         for module in had:
             if next(module.parameters(), None) is None:
-                with_stand_in(module, self._stand_in_for(module), self._before_call)
+                with_stand_in(
+                    module,
+                    self._stand_in_for(module),
+                    before_call=self._before_call,
+                    before_walk=self._before_walk,
+                )
         return list(gone.values())
 
     def _take_out(self) -> None:

@@ -6,30 +6,44 @@ nothing. What one stage computes is one or more *chunks*, runs of neighbouring l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from hybrid.contracts.chunk_placement import ChunkPlacement, chunk_rank, chunks_on
 from hybrid.errors import ModelError
 from hybrid.pipeline.boundary import check_tensors, memories_of, with_own_memory
+from hybrid.pipeline.loss_scope import LossScope
 from hybrid.pipeline.root_hooks import keep_to_the_ends
 
-__all__ = ["Elsewhere", "StagedModel", "free"]
+__all__ = ["Elsewhere", "StagedModel"]
 
 
 class Elsewhere(nn.Module):
     """Stands where a layer of another stage stood."""
 
-    def __init__(self, name: str, stage: int) -> None:
+    def __init__(self, name: str, stage: int, loss_scope: LossScope) -> None:
         super().__init__()
         self._where = f"layer {name!r} is on pipeline stage {stage}"
+        self._check_walk = functools.partial(loss_scope.check_walk, repr(name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(f"{self._where}, not on this rank: use model.train_batch or model.eval_batch")
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        self._check_walk()
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"{name!r} is no attribute here: {self._where}, not on this rank") from None
 
     def extra_repr(self) -> str:
         return self._where
@@ -66,6 +80,7 @@ class StagedModel:
         self._call = call
         self._chunk_of = {index: chunk for chunk, layers in enumerate(chunks) for index in layers}
         self._removed: dict[str, nn.Module] = {}
+        self.loss_scope = LossScope()
         self.current_chunk: int | None = None
         self.on_leave: Callable[[], None] = lambda: None
 
@@ -115,7 +130,7 @@ class StagedModel:
                 layer = self._model.get_submodule(name)
                 gone |= {id(p): p for p in layer.parameters() if id(p) not in here}
                 self._removed[name] = layer
-                setattr(self._model, name, Elsewhere(name, self.stage_of(name)))
+                setattr(self._model, name, Elsewhere(name, self.stage_of(name), self.loss_scope))
         return list(gone.values())
 
     @contextmanager
@@ -177,10 +192,3 @@ class StagedModel:
             return self._model(value)
         finally:
             self.current_chunk = before
-
-
-def free(parameters: Sequence[nn.Parameter]) -> None:
-    """Give up the memory of parameters that other objects may still hold (an optimizer)."""
-    for parameter in parameters:
-        if not parameter.is_meta:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

@@ -59,11 +59,15 @@ def _telling(base: Any, on_read: Callable[[nn.Module, str, Any], None]) -> type:
 
 
 def with_stand_in(
-    module: nn.Module, stand_in: Callable[[], nn.Parameter | None], before_call: Callable[[nn.Module], None]
+    module: nn.Module,
+    stand_in: Callable[[], nn.Parameter | None],
+    *,
+    before_call: Callable[[nn.Module], None],
+    before_walk: Callable[[nn.Module], None],
 ) -> None:
     """While a forward runs, a module that holds no parameter here has one: `next(module.parameters()).device`.
 
-    `before_call`: who calls it is told to first.
+    `before_call`, `before_walk`: who calls it, or goes through its modules, is told to first.
     """
     base: Any = type(module)
 
@@ -80,7 +84,11 @@ def with_stand_in(
         before_call(self)
         return base.__call__(self, *args, **kwargs)
 
-    module.__class__ = _subclass(base, {"parameters": parameters, "__call__": call})
+    def named_modules(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        before_walk(self)
+        yield from base.named_modules(self, *args, **kwargs)
+
+    module.__class__ = _subclass(base, {"parameters": parameters, "__call__": call, "named_modules": named_modules})
 
 
 def _subclass(base: Any, methods: dict[str, Any]) -> type:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid import shims
-from hybrid.cpu_products import add_product
+from hybrid.cpu_products import add_product, is_plain
 from hybrid.gradient_sinks import offer, stays
 from hybrid.later_products import LaterProducts
 from hybrid.sharding.absence import AbsentParameter
@@ -99,7 +99,7 @@ def offer_sinks(reducer: Reducer) -> list[BucketSink]:
     sinks = []
     for bucket in reducer.buckets:
         for position, parameter in enumerate(bucket.parameters):
-            if type(parameter) not in (torch.nn.Parameter, AbsentParameter):
+            if not is_plain(parameter) and type(parameter) is not AbsentParameter:
                 continue  # a class of the user's, which may want to see what is done with it
             if parameter.dim() == 2 and parameter.numel() >= _LEAST_ELEMENTS and bucket.is_dense(position):
                 sink = BucketSink(reducer, bucket, position)

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from hybrid import shims
 from hybrid.collectives.autograd import copy_to, gather_from, reduce_from, reduce_scatter_from, scatter_to
 from hybrid.collectives.group import Group
 from hybrid.contracts.placement import Cut, fused_cut
 from hybrid.errors import BatchError, ModelError
 from hybrid.tensor.cut_module import CutModule, local_part, resolve_group
 from hybrid.tensor.entry import Entry
+from hybrid.tensor.foreign_reads import own_use
 from hybrid.tensor.overlap import overlapped_linear
 from hybrid.tensor.region import CutRegion
 from hybrid.weight_gradients import Rows, linear
@@ -212,7 +214,9 @@ class ParallelMultiheadAttention(CutModule, nn.MultiheadAttention):
         if not batched:
             batches = {id(one): one.unsqueeze(batch_dim) for one in (query, key, value)}  # what was one stays one
             query, key, value = (batches[id(one)] for one in (query, key, value))
-        q, k, v = self._project(query, key, value)
+        own, of_output = shims.own_parts(self)[0].values(), shims.own_parts(self.out_proj)[0].values()
+        with own_use(query, key, value, *own):
+            q, k, v = self._project(query, key, value)
         # With the hint, and where nothing else needs the mask, the kernel makes the mask itself, as in plain torch.
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = self._mask(None if causal else attn_mask, key_padding_mask, dtype=dtype, q=q, k=k)
@@ -226,7 +230,8 @@ class ParallelMultiheadAttention(CutModule, nn.MultiheadAttention):
                 context, weights = _attend_with_weights(q, k, v, mask, dropout)
             else:
                 context = functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
-        output = self._close(context)
+        with own_use(context, *of_output):
+            output = self._close(context)
         if weights is not None and average_attn_weights:
             weights = reduce_from(weights.sum(dim=1), group=group) / self.global_num_heads
         elif weights is not None:

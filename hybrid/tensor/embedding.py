@@ -18,6 +18,7 @@ from hybrid.collectives.group import Group
 from hybrid.contracts.placement import Cut, even_cut
 from hybrid.errors import ModelError
 from hybrid.tensor.cut_module import CutModule, adopted_class, check_divides, resolve_group
+from hybrid.tensor.foreign_reads import own_use
 from hybrid.tensor.linear import check_sequence
 from hybrid.tensor.region import CutRegion
 from hybrid.weight_gradients import embedding
@@ -87,7 +88,8 @@ class VocabParallelEmbedding(CutModule, nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         group, cut = self.tensor_parallel.group, self.tensor_parallel.cuts["weight"]
         _check_ids(ids, cut.global_size)
-        partial_sum = self._look_up(ids, cut)
+        with own_use(ids, self.weight):
+            partial_sum = self._look_up(ids, cut)
         if self.sequence_dim is None:
             return reduce_from(partial_sum, group=group)
         check_sequence(partial_sum, self.sequence_dim, group)
@@ -148,6 +150,10 @@ class ColumnParallelEmbedding(CutModule, nn.Embedding):
             group=group, style="column_embedding", cuts={"weight": cut}, partial=frozenset(), region=region
         )
         return cast(Self, module)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with own_use(ids, self.weight):
+            return embedding(ids, self.weight, self.padding_idx)
 
 
 def _check_embedding(module: nn.Module, cut: Cut, *, expected_dim: int, style: str) -> None:

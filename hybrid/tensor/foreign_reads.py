@@ -1,41 +1,45 @@
-"""Cut weights that other code than their own layers computes with, noticed in the first step.
+"""Cut weights that other code than their own layers computes with.
 
 A layer that is cut computes with this rank's part of its weight, and what comes out is joined. Other code that reads
 the weight (a head by `F.linear` over the embedding's weight, a penalty on a norm) gets the part as well, and nobody
-joins anything: each rank would train with another loss. So until the first update the parameters that are cut are
-`CutParameter`s, and the backward that would bring them a gradient from elsewhere than a layer that is cut is refused.
+joins anything: each rank would train with another loss. So parameters that are cut are `CutParameter`s, and the
+backward that would bring them a gradient from elsewhere than a layer that is cut is refused. Nothing is watched inside
+such a layer (`own_use`), so what is not refused costs nothing.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
 from hybrid import shims
 from hybrid.cpu_products import count_as_plain
 from hybrid.errors import ModelError
 from hybrid.metadata import METADATA_CALLS
-from hybrid.tensor.cut_module import CutModule
 
-__all__ = ["CutParameter", "ForeignReads"]
+__all__ = ["CutParameter", "own_use", "parameters_as_plain", "watch_reads"]
 
 _NO_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+# What no gradient comes of; these are called some times per step for each parameter.
+_FREE = METADATA_CALLS | {getattr(torch.Tensor, "grad").__set__}  # noqa: B009
 
 SetClass = Callable[[nn.Parameter, type[nn.Parameter]], None]
 
 
 class _Running(threading.local):
-    """How many forwards of cut layers run in this thread, one inside the other."""
+    """How many forwards of cut layers run in this thread, one inside the other, with tensors of other classes."""
 
     layers = 0
 
@@ -46,15 +50,20 @@ _watched: dict[int, tuple[str, int]] = {}
 
 
 class CutParameter(nn.Parameter):
-    """The class of a cut parameter until the first update."""
+    """The class of a cut parameter."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _FREE and len(types) == 1:
+            return shims.plain_result(func, types, args, kwargs or {})
         kwargs = kwargs or {}
         theirs = tuple(kind for kind in types if kind not in (cls, nn.Parameter, torch.Tensor))
-        if func in METADATA_CALLS or _running.layers or not torch.is_grad_enabled() or shims.in_backward():
+        if func in _FREE or _running.layers or shims.in_backward():
+            return _plainly(func, theirs, args, kwargs)
+        if not torch.is_grad_enabled():
+            _refuse_functions()
             return _plainly(func, theirs, args, kwargs)
         with shims.plain_tensors():
             given = _tensors_in((*args, *kwargs.values()))
@@ -78,6 +87,42 @@ class CutParameter(nn.Parameter):
 
 
 count_as_plain(CutParameter)
+# Of the arguments and parameters of a layer: those that need not be asked what an operation does.
+_UNASKED = frozenset({CutParameter, nn.Parameter, torch.Tensor, type(None)})
+
+
+def own_use(*values: object) -> AbstractContextManager[object]:
+    """Around what a cut layer computes with its parameters, which are ordinary tensors to it.
+
+    `values`: the parameters and what the layer is called with. Some may have a class that has its say in operations (a
+    parameter that is elsewhere comes by that); then all classes are asked.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return shims.plain_tensors() if _UNASKED.issuperset(map(type, values)) else _counted()
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    _running.layers += 1
+    try:
+        yield
+    finally:
+        _running.layers -= 1
+
+
+@contextmanager
+def parameters_as_plain(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, they are ordinary parameters: a compiler takes no others."""
+    cut = [parameter for parameter in parameters if type(parameter) is CutParameter]
+    for parameter in cut:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameter in cut:
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = CutParameter
 
 
 def _plainly(func: Any, theirs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,11 +174,30 @@ def _raise(error: str, gradient: torch.Tensor) -> None:
     raise ModelError(error)
 
 
-def _place() -> str:
-    """The line outside torch and this package that runs."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_NO_USERS):
-            return f"{frame.filename}:{frame.lineno}"
+def _refuse_functions() -> None:
+    """Raises ModelError: an operation is a part of an autograd function that was given a watched parameter.
+
+    What such a function makes of one would have a gradient, and its operations run without.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            for value in frame.f_locals["args"]:
+                if id(value) in _watched and isinstance(value, CutParameter):
+                    raise ModelError(_error(*_watched[id(value)], place=_place(frame)))
+        frame = frame.f_back
+
+
+_APPLY = inspect.unwrap(cast(Any, torch.autograd.Function.apply).__func__).__code__
+
+
+def _place(frame: FrameType | None = None) -> str:
+    """The line outside torch and this package that runs: in this frame, or what has called it."""
+    frame = frame or inspect.currentframe()
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NO_USERS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
     return "unknown code"
 
 
@@ -148,55 +212,25 @@ def _error(fqn: str, degree: int, *, place: str) -> str:
     )
 
 
-class ForeignReads:
-    """Watches the cut parameters of one model until `end`.
+def watch_reads(model: nn.Module, parameters: Mapping[str, nn.Parameter], *, degree: int, set_class: SetClass) -> None:
+    """From now on, as long as the model lives, code that computes with these parameters is refused.
 
     Args:
         model: its layers are cut.
         parameters: fqn -> parameter, of those that are.
         set_class: gives one its class, where its values are here.
     """
-
-    def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, degree: int, set_class: SetClass
-    ) -> None:
-        self._parameters = list(parameters.values())
-        self._set_class = set_class
-        self._handles: list[RemovableHandle] = []
-        for fqn, parameter in parameters.items():
-            _watched[id(parameter)] = (fqn, degree)
-            set_class(parameter, CutParameter)
-        self._forget = weakref.finalize(model, _forget, list(map(id, self._parameters)))
-        for module in model.modules():
-            if isinstance(module, CutModule):
-                self._handles.append(module.register_forward_pre_hook(_begin, prepend=True))
-                self._handles.append(module.register_forward_hook(_end, prepend=True, always_call=True))
-        self._handles.append(model.register_forward_pre_hook(_begin_anew, prepend=True))
-
-    def end(self) -> None:
-        """The parameters are ordinary ones from now on."""
-        self._forget()
-        for handle in self._handles:
-            handle.remove()
-        for parameter in self._parameters:
-            self._set_class(parameter, nn.Parameter)
-        self._parameters.clear()
-        self._handles.clear()
+    for fqn, parameter in parameters.items():
+        _watched[id(parameter)] = (fqn, degree)
+        set_class(parameter, CutParameter)
+        weakref.finalize(parameter, _watched.pop, id(parameter), None)
+    weakref.finalize(model, _forget, [weakref.ref(parameter) for parameter in parameters.values()], set_class)
 
 
-def _forget(ids: Iterable[int]) -> None:
-    for one in ids:
-        _watched.pop(one, None)
-
-
-def _begin(module: nn.Module, args: Any) -> None:
-    _running.layers += 1
-
-
-def _end(module: nn.Module, args: Any, output: Any) -> None:
-    _running.layers = max(0, _running.layers - 1)
-
-
-def _begin_anew(module: nn.Module, args: Any) -> None:
-    if not shims.in_backward():
-        _running.layers = 0  # a KeyboardInterrupt in a layer skips its hooks
+def _forget(parameters: Iterable[weakref.ref[nn.Parameter]], set_class: SetClass) -> None:
+    """The model is gone: what is left of it are ordinary parameters."""
+    for reference in parameters:
+        parameter = reference()
+        if parameter is not None:
+            _watched.pop(id(parameter), None)
+            set_class(parameter, nn.Parameter)

@@ -13,6 +13,7 @@ from hybrid.contracts.placement import Cut, even_cut
 from hybrid.errors import ModelError
 from hybrid.tensor.cut_module import CutModule, adopted_class, resolve_group
 from hybrid.tensor.entry import Entry
+from hybrid.tensor.foreign_reads import own_use
 from hybrid.tensor.linear import column_linear
 from hybrid.tensor.logits import VocabParallelLogits
 from hybrid.tensor.region import CutRegion
@@ -77,7 +78,8 @@ class VocabParallelHead(CutModule, nn.Linear):
         entry = self.tensor_parallel_entry
         if entry.sequence_dim is not None:
             self.tensor_parallel_region.leave()  # the sequence is whole from here on
-        local = column_linear(self, tensor, entry, is_transposed=False)
+        with own_use(tensor, self.weight, self.bias):
+            local = column_linear(self, tensor, entry, is_transposed=False)
         vocab_size = self.tensor_parallel.cuts["weight"].global_size
         group = self.tensor_parallel.group
         return VocabParallelLogits.of(local, group=group, vocab_size=vocab_size, is_hidden=True)

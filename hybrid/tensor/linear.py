@@ -28,6 +28,7 @@ from hybrid.contracts.placement import Cut, even_cut, fused_cut
 from hybrid.errors import BatchError, ModelError
 from hybrid.tensor.cut_module import CutModule, adopted_class, check_divides, resolve_group
 from hybrid.tensor.entry import Entry
+from hybrid.tensor.foreign_reads import own_use
 from hybrid.tensor.overlap import overlapped_linear
 from hybrid.tensor.region import CutRegion
 from hybrid.weight_gradients import linear
@@ -56,7 +57,8 @@ class ColumnParallel(CutModule):
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         entry = self.tensor_parallel_entry
-        output = column_linear(self, tensor, entry, is_transposed=self._is_transposed)
+        with own_use(tensor, self.weight, self.bias):
+            output = column_linear(self, tensor, entry, is_transposed=self._is_transposed)
         if not self.gather_output:
             if self.training:
                 self.tensor_parallel_region.enter(tensor.device)
@@ -211,7 +213,8 @@ class RowParallel(CutModule):
         if not self.input_is_parallel:
             tensor = scatter_to(tensor, group=group, dim=-1)
         is_transposed = self.tensor_parallel.cuts["weight"].dim == 0
-        partial_sum = linear(tensor, self.weight, None, is_transposed=is_transposed)
+        with own_use(tensor, self.weight):
+            partial_sum = linear(tensor, self.weight, None, is_transposed=is_transposed)
         # Added once, after the sum; in the product's dtype, as autocast casts the bias of a plain layer.
         bias = None if self.bias is None else self.bias.to(partial_sum.dtype)
         if self.sequence_dim is None:

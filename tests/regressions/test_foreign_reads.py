@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -144,8 +145,60 @@ def check_free_again() -> None:
         assert_close(loss, wanted, ONE_STEP, "loss")
         assert_weights(model, weights_of(plain), ONE_STEP)
         with model.gather_parameters():
-            assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+            copies = [copy.deepcopy(parameter) for parameter in model.parameters()]
+        assert all(type(parameter) is nn.Parameter for parameter in copies)
+        kept = list(model.parameters()) if stage == 0 else []
+        del model
+        gc.collect()
+        assert all(type(parameter) is nn.Parameter for parameter in kept)
         hybrid.shutdown()
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return weight.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (weight,) = ctx.saved_tensors
+        return 2 * weight * gradients[0]
+
+
+def check_later() -> None:
+    """After the first update, in evaluation before it, by functions that operations know nothing of."""
+    words = r"'layers.0.fc1.weight' is cut over 2 .* computes with it \(.*test_foreign_reads.py:\d+; "
+    for penalty in (torch.linalg.matrix_norm, Squares.apply, nn.utils.parameters_to_vector):
+        model, _ = run(0, plain_mean, nothing, None)
+        weight = model.layers[0].fc1.weight
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long))
+        with pytest.raises(hybrid.ModelError, match=words):
+            penalty([weight] if penalty is nn.utils.parameters_to_vector else weight).sum().backward()
+        hybrid.shutdown()
+
+
+def check_elsewhere(*, pipeline: bool, compiled: bool) -> None:
+    strategy = hybrid.DistributedStrategy(timeout_seconds=4, tensor_parallel=True)
+    strategy.tensor_parallel_configs = {"degree": 2, "plan": {"*.fc1": "colwise", "*.fc2": "rowwise"}}
+    if pipeline:
+        strategy.pipeline, strategy.pipeline_configs = True, {"degree": 2, "accumulate_steps": 2}
+    if compiled:
+        strategy.compile, strategy.compile_configs = True, {"backend": "eager"}
+    torch.manual_seed(93)
+    model: Any = hybrid.distributed_model(nn.Sequential(Block(), Block()), strategy=strategy)
+    optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(4, 6, generator=seeded(94)), torch.randn(4, 6, generator=seeded(95))
+
+    def loss_fn(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output, labels) + model[1].fc1.weight.norm()
+
+    for _ in range(2):
+        model.train_batch(batch, optimizer, loss_fn=functional.mse_loss)
+    is_last = hybrid.get_mesh().coordinate("pp") == int(pipeline)
+    with pytest.raises(hybrid.ModelError if is_last else hybrid.HybridError, match="'1.fc1.weight'" if is_last else ""):
+        model.train_batch(batch, optimizer, loss_fn=loss_fn)
 
 
 def test_computing_with_a_part_of_a_weight_is_refused() -> None:
@@ -158,3 +211,14 @@ def test_computing_with_a_part_of_a_weight_is_refused() -> None:
 
 def test_other_reads_of_a_cut_weight_are_free() -> None:
     run_ranks(check_free_again, 2)
+
+
+def test_it_is_refused_at_any_time() -> None:
+    """Only the first step was watched, and operations only: a penalty from step 100 on was one on this rank's part."""
+    run_ranks(check_later, 2)
+
+
+@pytest.mark.parametrize(("pipeline", "compiled"), [(True, False), (False, True)])
+def test_it_is_refused_beside(pipeline: bool, compiled: bool) -> None:
+    """Pipelines and compiled units were not watched at all."""
+    run_ranks(check_elsewhere, 4 if pipeline else 2, pipeline=pipeline, compiled=compiled)
