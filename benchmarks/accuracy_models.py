@@ -22,7 +22,7 @@ _EXPERTS = {
 }
 _LLAMAS = {
     "llama3", "internevo", "simumax", "nanotron", "nanotron_pp", "nemo_fp8", "bridge", "bridge_moe", "bridge_moe_a2a",
-    "torchtitan", "nemo_2412", "nemo_gb200", "automodel", "fms_a100", "fms_h100", "titan_a100",
+    "torchtitan", "nemo_2412", "nemo_long", "nemo_gb200", "automodel", "fms_a100", "fms_h100", "titan_a100",
 }  # fmt: skip
 # `--make-vocab-size-divisible-by`, times the tensor-parallel ranks.
 _VOCAB_MULTIPLE = 128

@@ -74,6 +74,7 @@ STAGES = (
     Stage(datasets=("nanotron_pp",), parameters=_of("nanotron-2024", across_pipeline_seconds=(1e-5, 2e-3))),
     Stage(datasets=("torchtitan",), parameters=_of("torchtitan-2024", matmul_fraction=(0.5, 1.05))),
     Stage(datasets=("bridge",), parameters=_of("megatron-bridge-2025", traffic_fraction=(0.5, 4.0))),
+    Stage(datasets=("nemo_long",), parameters=_of("megatron-core-2024-03", attention_fraction=(0.3, 1.0))),
     Stage(datasets=("sc21_zero3",), parameters=_of("deepspeed-zero3-2021", collective_fraction=(0.03, 1.0))),
 )  # fmt: skip
 

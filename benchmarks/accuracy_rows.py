@@ -160,6 +160,10 @@ SETTINGS: dict[str, Setting] = {
         **_DGX_H100,
     ),
     "nemo_2412": Setting(title="NeMo 24.12, H100, fp8", software="megatron-core-2024", limit=12, **_DGX_H100),
+    "nemo_long": Setting(
+        title="NeMo 24.03, 4,096 to 1,048,576 tokens, H100", software="megatron-core-2024-03", limit=12, fit="cp 2",
+        **_DGX_H100,
+    ),
     "nemo_gb200": Setting(title="NeMo 25.04, GB200, fp8", software="megatron-bridge-2025", limit=12, **_DGX_H100),
     "automodel": Setting(title="NeMo AutoModel, H100, bf16", software="automodel-2025", limit=12, **_DGX_H100),
     "fms_a100": Setting(
@@ -379,6 +383,8 @@ def _is_fit(row: dict[str, str], dataset: str) -> bool:
             return model == "nanotron-1.34B" and row["gpus"] == "16"
         case "torchtitan":
             return (model, row["gpus"], row["precision"]) == ("llama3-8b", "8", "bf16")
+        case "nemo_long":
+            return row["cp"] == "2"
         case "bridge":
             return model.endswith("-2509") or row["device"].startswith("GB300")
         case _:

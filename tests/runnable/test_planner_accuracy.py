@@ -37,6 +37,7 @@ _BOUNDS = {
     "bridge_moe_a2a": (23, 50),
     "torchtitan": (14, 40),
     "nemo_2412": (6, 11),
+    "nemo_long": (6, 10),
     "nemo_gb200": (11, 16),
     "automodel": (7, 9),
     "fms_a100": (9, 15),
