@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -96,6 +97,8 @@ class _Description(pickle.Pickler):
             self._within = f"an object of type {type(obj).__name__}"
         if isinstance(obj, tuple) and not isinstance(obj, torch.Size) and _has_constructor(type(obj)):
             return _tuple, (type(obj), tuple(obj), getattr(obj, "__dict__", None))
+        if type(obj) is MappingProxyType:  # which pickle does not know
+            return _read_only, (dict(obj),)
         return NotImplemented
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -123,6 +126,10 @@ def _tuple(cls: Any, items: tuple[Any, ...], attributes: dict[str, Any] | None) 
     if attributes:
         vars(made).update(attributes)
     return made
+
+
+def _read_only(mapping: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(mapping)
 
 
 def as_sent(description: _T, *, to: str) -> _T:

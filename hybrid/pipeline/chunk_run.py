@@ -101,6 +101,10 @@ class ChunkRun:
         received = {place: tensor for place, tensor in self._received.items() if place[0] == index}
         return replace(self, batch=set(), _received=received, _made={}, _outlines=self._outlines[: index + 1])
 
+    def has_received(self) -> bool:
+        """Whether values have crossed to it."""
+        return bool(self._received)
+
     def _tensor(self, index: int, leaf: Returned) -> torch.Tensor:
         place = (index, leaf.path)
         is_written = place in self.way.flow.written

@@ -41,6 +41,7 @@ class Call:
         passes: tensors that it returns as it was given them: (path of the output, path of the argument).
         forward_flops: of matrix products, convolutions and attention, on the sample.
         values: what it returns, by path; without those that it passes on.
+        stays: why what holds these cannot go on to another stage; "" if it can.
     """
 
     unit: str
@@ -49,6 +50,7 @@ class Call:
     passes: tuple[tuple[str, str], ...]
     forward_flops: int = field(compare=False)
     values: tuple[tuple[str, ValueSize], ...] = field(compare=False)
+    stays: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class Flow:
         counted: names of other attributes that each call of a unit changes from what the call before has left.
         together: numbers of calls that one checkpoint of the model's own runs again in backward.
         checkpointed: numbers of all calls that run again, together with others or not.
+        unkept: numbers of those of them for which the random state is not kept.
         draws: numbers of calls that draw from one generator of the model's own.
         returns: class of the output, if that is a tuple or list and so has no `.loss`.
     """
@@ -80,6 +83,7 @@ class Flow:
     counted: frozenset[str] = frozenset()
     together: tuple[frozenset[int], ...] = ()
     checkpointed: frozenset[int] = frozenset()
+    unkept: frozenset[int] = frozenset()
     draws: tuple[frozenset[int], ...] = ()
     returns: str = field(default="", compare=False)
 
@@ -88,7 +92,14 @@ class Flow:
 
 
 def crossing_values(flow: Flow, chunks: Sequence[range]) -> tuple[tuple[Place, ...], ...]:
-    """Of each chunk but the last, the values that cross the cut behind it, in the order in which they come to be."""
+    """Of each chunk but the last, the values that cross the cut behind it, in the order in which they come to be.
+
+    Raises:
+        ModelError: what a unit before the last chunk returns cannot go on to another stage.
+    """
+    for call in flow.calls[: chunks[-1].start]:
+        if call.stays:
+            raise ModelError(f"of what {call.unit!r} returns: {call.stays}")
     last_reader: dict[Place, int] = {}
     for index, chunk in enumerate(chunks):
         for call in flow.calls[chunk.start : chunk.stop]:

@@ -29,10 +29,10 @@ from hybrid.pipeline.fake_call import fake_input, run_without_values
 from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.flow import Call, Flow, Place, ValueSize
 from hybrid.pipeline.function_caches import fresh_caches
-from hybrid.pipeline.opaque import check_objects
+from hybrid.pipeline.opaque import check_objects, why_it_stays
 from hybrid.pipeline.operations import statistics_of, tensors_in, written_by
 from hybrid.pipeline.outline import map_with_paths, tensors_by_path
-from hybrid.pipeline.own_checkpoints import Checkpoints, check_told_apart, checkpoints_around
+from hybrid.pipeline.own_checkpoints import Checkpoints, checkpoints_around
 from hybrid.pipeline.random_state import kept_generators, set_generators
 from hybrid.pipeline.sized_by_inputs import run_on_zeros, wants_values, with_known_masks
 from hybrid.pipeline.skeleton import FakeTensorMode, fake_like, is_fake, on_cpu
@@ -202,7 +202,7 @@ class _Forward(shims.TorchDispatchMode):
         self._read_buffers: set[str] = set()
         self._checkpoint: object = None
         self._together: list[set[int]] = []
-        self._kept_random: dict[str, list[bool]] = {}
+        self._unkept: set[int] = set()
         self._draws: dict[int, set[int]] = {}
         self._written_buffers: set[str] = set()
 
@@ -372,6 +372,7 @@ class _Forward(shims.TorchDispatchMode):
                 passes=tuple(sorted(passes.items())),
                 forward_flops=flops,
                 values=tuple(values.items()),
+                stays=why_it_stays(output),
             )
         )
         return result
@@ -382,8 +383,8 @@ class _Forward(shims.TorchDispatchMode):
             self._checkpoint = checkpoints.outermost
             self._together.append(set())
         self._together[-1].add(len(self.calls))
-        if torch.is_grad_enabled():
-            check_told_apart(unit, self._kept_random, checkpoints.keep_random_state)
+        if torch.is_grad_enabled() and not checkpoints.keep_random_state:
+            self._unkept.add(len(self.calls))
 
     def note_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A unit may use parameters of others, which its stage must hold then; and may count statistics."""
@@ -430,6 +431,7 @@ class _Forward(shims.TorchDispatchMode):
             draws=tuple(frozenset(calls) for calls in self._draws.values() if len(calls) > 1),
             together=tuple(frozenset(calls) for calls in self._together if len(calls) > 1),
             checkpointed=frozenset(call for calls in self._together for call in calls),
+            unkept=frozenset(self._unkept),
             written_buffers=frozenset(self._written_buffers - {""}),
             counted=frozenset(".".join(slot) for slot in self._attributes.counted),
         )

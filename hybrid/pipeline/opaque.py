@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid.collectives.point_to_point import as_sent
 from hybrid.errors import ModelError
 from hybrid.pipeline.skeleton import is_fake
+from hybrid.precision.tree import map_tensors
 
-__all__ = ["check_objects"]
+__all__ = ["check_objects", "why_it_stays"]
 
 
 def check_objects(unit: str, value: Any, what: str) -> None:
@@ -24,6 +26,19 @@ def check_objects(unit: str, value: Any, what: str) -> None:
                 "own cannot be followed from stage to stage. Make the class a dataclass, or pass tensors in dicts, "
                 "lists and tuples"
             )
+
+
+def why_it_stays(value: Any) -> str:
+    """Why what a unit returns cannot go on to another stage, beside its tensors; "" if it can."""
+    kinds = (torch.Tensor, type(None), bool, int, float)
+    items = value if type(value) in (tuple, list) else value.values() if type(value) is dict else (value,)
+    if all(isinstance(item, kinds) for item in items):
+        return ""
+    try:
+        as_sent(map_tensors(value, lambda tensor: None), to="other stages of the pipeline")
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def _objects(value: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hybrid import shims
 from hybrid.errors import ModelError
+from hybrid.pipeline.flow import Flow, crossing_values
 
 __all__ = ["Checkpoints", "check_told_apart", "checkpoints_around", "refuse_alike"]
 
@@ -41,24 +43,29 @@ def checkpoints_around() -> Checkpoints | None:
     return found
 
 
-def check_told_apart(unit: str, kept: dict[str, list[bool]], keeps_random_state: bool) -> None:
-    """A unit is called in a checkpoint of a forward.
+def check_told_apart(flow: Flow, chunks: Sequence[range]) -> None:
+    """That each chunk knows which call of a unit comes again in a backward, without the random state too.
 
-    Args:
-        kept: of the calls before, by unit, whether their checkpoints keep the random state.
+    Calls of its own are all alike then: the unit runs again. Of those of chunks before, one comes whose value crossed.
 
     Raises:
-        ModelError: it is called several times, and not all of its checkpoints do.
+        ModelError: it cannot.
     """
-    calls = kept.setdefault(unit, [])
-    calls.append(keeps_random_state)
-    if len(calls) > 1 and not all(calls):
-        refuse_alike(unit, len(calls))
+    crossing = crossing_values(flow, chunks)
+    calls: dict[str, list[int]] = {}
+    for index in sorted(flow.checkpointed):
+        calls.setdefault(flow.calls[index].unit, []).append(index)
+    for unit in {flow.calls[index].unit: None for index in sorted(flow.unkept)}:
+        for chunk, own in enumerate(chunks):
+            came = {place[0] for place in crossing[chunk - 1]} if chunk else set()
+            num_came = len(came.intersection(calls[unit]))
+            if num_came > 1 or (num_came and any(index in own for index in calls[unit])):
+                refuse_alike(unit, len(calls[unit]))
 
 
 def refuse_alike(unit: str, num_calls: int) -> NoReturn:
     raise ModelError(
-        f"checkpoints (recompute) in the model's own code cover {num_calls} calls of {unit!r}, and which of them comes "
-        "again in backward cannot be told without the random state: leave preserve_rng_state=True, or use "
-        "strategy.recompute"
+        f"checkpoints (recompute) in the model's own code cover {num_calls} calls of {unit!r}, in several chunks of "
+        "the pipeline, and which of them comes again in backward cannot be told without the random state: leave "
+        "preserve_rng_state=True, or use strategy.recompute"
     )

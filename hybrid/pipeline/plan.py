@@ -21,8 +21,9 @@ from hybrid.contracts.stage_split import (
 )
 from hybrid.errors import ModelError
 from hybrid.pipeline.cut_units import can_be_taken_apart, find_cut_units
-from hybrid.pipeline.flow import Flow
+from hybrid.pipeline.flow import Flow, assign_chunks
 from hybrid.pipeline.following import BufferWritten, Following
+from hybrid.pipeline.own_checkpoints import check_told_apart
 from hybrid.pipeline.skeleton import FakeTensorMode, skeleton_of
 
 __all__ = ["OwnForwardPlan", "as_inputs", "modes_key", "modes_of", "plan_own_forward", "signature_of"]
@@ -130,6 +131,9 @@ def plan_own_forward(
         )
     costs = _costs(model, flow)
     chunks = _split(model, flow, costs, num_chunks=num_chunks, split=split)
+    check_told_apart(flow, chunks)
+    if in_training is not None:
+        check_told_apart(in_training, assign_chunks(in_training, flow, chunks))
     return OwnForwardPlan(
         units=units,
         flow=flow,

@@ -31,11 +31,13 @@ class Rerun:
     Args:
         index: its number in the forward.
         state: of torch's generator before it.
+        is_kept: whether a checkpoint brings that state back.
         elsewhere: of a call of an earlier chunk, what has come from there.
     """
 
     index: int
     state: torch.Tensor
+    is_kept: bool
     elsewhere: ChunkRun | None
 
 
@@ -58,7 +60,8 @@ class Reruns:
         noted = self._noted.setdefault((run.chunk, run.micro_batch), {})
         unit = run.way.flow.calls[index].unit
         elsewhere = run.as_received(index) if index < run.calls.start else None
-        again = Rerun(index=index, state=torch.random.get_rng_state(), elsewhere=elsewhere)
+        is_kept = index not in run.way.flow.unkept
+        again = Rerun(index=index, state=torch.random.get_rng_state(), is_kept=is_kept, elsewhere=elsewhere)
         noted.setdefault(unit, []).append(again)
 
     def begin_backward(self, chunk: int, micro_batch: int) -> None:
@@ -82,7 +85,11 @@ class Reruns:
         if len(noted) < 2:
             return noted[0] if noted else None
         state = torch.random.get_rng_state()
-        alike = [again for again in noted if torch.equal(again.state, state)]
+        alike = [again for again in noted if again.is_kept and torch.equal(again.state, state)]
+        if len(alike) != 1 and not all(again.is_kept for again in noted):
+            # Without the state calls of this chunk draw nothing that is to come again, so one is as good as another.
+            alike = [again for again in noted if again.elsewhere is None][:1]
+            alike += [again for again in noted if again.elsewhere is not None and again.elsewhere.has_received()]
         if len(alike) != 1:
             refuse_alike(unit, len(noted))
         return alike[0]

@@ -10,6 +10,7 @@ from torch import nn
 
 from hybrid.pipeline.flow import Flow, Place, assign_chunks, crossing_values
 from hybrid.pipeline.holders import Holders
+from hybrid.pipeline.own_checkpoints import check_told_apart
 from hybrid.pipeline.plan import OwnForwardPlan, modes_key, modes_of, signature_of
 
 __all__ = ["Inputs", "Way", "Ways"]
@@ -96,6 +97,7 @@ class Ways:
 
 
 def _way(flow: Flow, chunks: tuple[range, ...]) -> Way:
+    check_told_apart(flow, chunks)
     return Way(
         flow=flow,
         chunks=chunks,

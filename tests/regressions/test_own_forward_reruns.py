@@ -21,18 +21,27 @@ WIDTH = 12
 class Checkpointed(nn.Module):
     """Its blocks run several times, each time in a checkpoint of its own with a dropout behind them.
 
-    With `around` they run before and behind it, too.
+    With `around` they run before and behind it, too; with `repeats` several times one after the other.
     """
 
-    def __init__(self, *, blocks: int, passes: int, around: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        passes: int,
+        around: bool = False,
+        repeats: int = 1,
+        drop: float = 0.4,
+        **settings: Any,
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
-        self.drop = nn.Dropout(0.4)
-        self.passes, self.around, self.settings = passes, around, settings
+        self.drop = nn.Dropout(drop)
+        self.passes, self.around, self.repeats, self.settings = passes, around, repeats, settings
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(self.passes):
-            for block in self.blocks:
+            for block in (block for block in self.blocks for _ in range(self.repeats)):
                 run = functools.partial(self.run, block)
                 if self.around:
                     x = torch.sin(block(x))
@@ -80,6 +89,18 @@ def test_the_first_backward_of_a_step_forgets_no_call(schedule: str) -> None:
     """It let go of what was noted for the micro-batch that the step before had ended with, and the first step for chunk
     0: other elements were dropped out in backward than in forward, and gradients were wrong by up to 80 %."""
     run_ranks(as_without, 2, schedule, True)
+
+
+def within_one_chunk(schedule: str) -> None:
+    case: dict[str, Any] = {"blocks": 4, "passes": 1, "repeats": 3, "drop": 0.0, "schedule": schedule}
+    wanted = numbers(**case)
+    assert numbers(**case, use_reentrant=False, preserve_rng_state=False) == wanted
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_calls_of_one_chunk_need_no_random_state(schedule: str) -> None:
+    """They were refused: which of them comes again in backward cannot be told, and need not be."""
+    run_ranks(within_one_chunk, 2, schedule)
 
 
 def test_calls_that_nobody_can_tell_apart_are_refused() -> None:

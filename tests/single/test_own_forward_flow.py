@@ -420,6 +420,18 @@ class Uncopied(Blocks):
         raise RuntimeError("holds a file")
 
 
+class Local(Blocks):
+    """What pickle cannot name, from the block behind which the model is cut: behind the last it would go nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_hook(lambda module, args, output: (output, lambda: None))
+
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        output = block(x)
+        return output[0] if isinstance(output, tuple) else output
+
+
 REFUSED: dict[str, tuple[type[Blocks], Any, str]] = {
     "no-sample": (Blocks, None, "Blocks by its own forward, and needs a sample.*sample=.*PipelineLayer.*degree = 1"),
     "decides-by-values": (Deciding, X, "'blocks.1' returns decides how the forward.*PipelineLayer"),
@@ -429,6 +441,7 @@ REFUSED: dict[str, tuple[type[Blocks], Any, str]] = {
     "writes-its-input": (Overwriting, X.clone(), "'blocks.0' writes into a tensor that it is given.*x = x \\+ y"),
     "cache": (Cached, X, "a cache of 5 positions.*use_cache = False"),
     "object": (Hiding, X, "'blocks.1' is given a SimpleNamespace that holds tensors.*dataclass"),
+    "cannot-be-sent": (Local, X, "of what 'blocks.1' returns: .* cannot be sent: Can't pickle.*dataclasses"),
     "writes-a-parameter": (Training, X, "writes parameter 'scale'"),
     "writes-a-buffer": (Counted, X, "writes buffer 'count' outside of its units"),
     "no-copy": (Uncopied, X, "cannot be copied .RuntimeError: holds a file"),
