@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -295,6 +296,7 @@ def _rank_main(
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is no garbage: a collection would go through some 370,000 objects of it
     failed = False
     try:
         if meeting is not None:

@@ -52,7 +52,10 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 DRIVER = """
 import json, os, signal, sys, tempfile, traceback
 import torch, torch.distributed
-import hybrid
+import hybrid, hybrid.compose.model
+
+for name in hybrid.__all__:  # what is imported at first use: once, and not in every block
+    getattr(hybrid, name)
 
 def run(block, report):
     signal.alarm(block["seconds"])
