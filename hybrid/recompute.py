@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hybrid import shims
-from hybrid.collectives.autograd import COLLECTIVE_OPERATIONS
+from hybrid.collectives.autograd import COLLECTIVE_OPERATIONS, freeing_summed
 from hybrid.empty_caches import without_caches
 from hybrid.errors import ModelError
 from hybrid.kept_buffers import WrittenBuffers
@@ -126,7 +126,8 @@ def _recomputing(
         if policy == "full":
             return around
         inside = create_selective_checkpoint_contexts(_keep_expensive)
-        return _Both(around[0], inside[0]), _Both(around[1], inside[1])
+        # A sum over tp ranks is kept: the second forward takes it, and reads no value of the product that was summed.
+        return _All(around[0], freeing_summed, inside[0]), _All(around[1], None, inside[1])
 
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
     if written is not None:
@@ -144,17 +145,24 @@ def _recomputing(
     return recomputing_forward
 
 
-class _Both:
-    """Two contexts, one inside the other, which may be entered again."""
+class _All:
+    """Contexts, one inside the other, which may be entered again; `between` makes one for each time."""
 
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._contexts = (outer, inner)
+    def __init__(
+        self,
+        outer: AbstractContextManager[Any],
+        between: Callable[[], AbstractContextManager[Any]] | None,
+        inner: AbstractContextManager[Any],
+    ) -> None:
+        self._outer, self._between, self._inner = outer, between, inner
         self._stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
+            stack.enter_context(self._outer)
+            if self._between is not None:
+                stack.enter_context(self._between())
+            stack.enter_context(self._inner)
             self._stacks.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> bool | None:

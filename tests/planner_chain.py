@@ -94,9 +94,7 @@ def spec_of(size: Size, *, is_low: bool, has_pipeline: bool) -> ModelSpec:
         results = kept
         if isinstance(module, Block):  # its input, and what both products give
             width = size.width * element_bytes
-            results = ActivationBytes(
-                whole=2 * width, cut=module.widen.out_features * element_bytes, gathered=width, collective=width
-            )
+            results = ActivationBytes(whole=2 * width, cut=module.widen.out_features * element_bytes, collective=width)
         if has_pipeline and name == "0":  # all layers are units there, and the input of the first is the batch
             own_input = ActivationBytes()
         units.append(

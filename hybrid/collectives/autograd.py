@@ -34,6 +34,7 @@ __all__ = [
     "all_reduce_sum",
     "copy_to",
     "forget_groups",
+    "freeing_summed",
     "gather_from",
     "held_by_others",
     "make_known",
@@ -214,6 +215,27 @@ def _own_slice(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int
     return tensor.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank]).contiguous()
 
 
+# -- what is summed and never read again -------------------------------------------------------------------------
+
+_freeing: list[bool] = []
+
+
+@contextmanager
+def freeing_summed() -> Iterator[None]:
+    """Inside, sums free the memory of what is given up to them: someone keeps all products, these for nobody."""
+    _freeing.append(True)
+    try:
+        yield
+    finally:
+        _freeing.pop()
+
+
+def _give_up(tensor: torch.Tensor) -> None:
+    # Its shape stays: a second forward passes it on to a sum whose result is kept.
+    if _freeing and not torch.compiler.is_compiling():
+        tensor.untyped_storage().resize_(0)
+
+
 # -- autograd ----------------------------------------------------------------------------------------------------
 
 # Each backward is itself one of these functions, so that gradients of gradients are right too.
@@ -295,11 +317,19 @@ def copy_to(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:
     return cast(torch.Tensor, _CopyTo.apply(tensor, group))
 
 
-def reduce_from(tensor: torch.Tensor, *, group: Group, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum over the group, with which each rank goes on alike, and the bias (of the last dim) added once."""
+def reduce_from(
+    tensor: torch.Tensor, *, group: Group, bias: torch.Tensor | None = None, given_up: bool = False
+) -> torch.Tensor:
+    """The sum over the group, with which each rank goes on alike, and the bias (of the last dim) added once.
+
+    `given_up`: nobody reads the tensor again.
+    """
     if group.size == 1:
         return tensor if bias is None else tensor + bias
-    return cast(torch.Tensor, _ReduceFrom.apply(tensor, bias, group))
+    result = cast(torch.Tensor, _ReduceFrom.apply(tensor, bias, group))
+    if given_up:
+        _give_up(tensor)
+    return result
 
 
 def gather_from(
@@ -337,13 +367,20 @@ def reduce_scatter_from(
     dim: int,
     sizes: Sequence[int] | None = None,
     bias: torch.Tensor | None = None,
+    given_up: bool = False,
 ) -> torch.Tensor:
-    """This rank's part along `dim` of the sum over the group (default: even parts), and the bias added once."""
+    """This rank's part along `dim` of the sum over the group (default: even parts), and the bias added once.
+
+    `given_up`: nobody reads the tensor again.
+    """
     if group.size == 1:
         return tensor if bias is None else tensor + bias
     dim = dim % tensor.dim()
     parts = list(sizes) if sizes is not None else split_sizes(tensor.shape[dim], group.size)
-    return cast(torch.Tensor, _ReduceScatterFrom.apply(tensor, bias, group, dim, parts))
+    result = cast(torch.Tensor, _ReduceScatterFrom.apply(tensor, bias, group, dim, parts))
+    if given_up:
+        _give_up(tensor)
+    return result
 
 
 def all_reduce_sum(tensor: torch.Tensor, *, group: Group) -> torch.Tensor:

@@ -144,7 +144,7 @@ class ActivationBytes:
 
     Megatron-LM gathers the inputs of column layers again in backward; a runtime that keeps the gathered ones, as this
     one does, has `gathered` undivided under sequence parallel and, where results of collectives are kept (selective
-    recompute), `collective` beside.
+    recompute), `collective` beside; of a product that is summed over tp only the sum is kept.
 
     Args:
         whole: per token, on every tp rank alike (divided under sequence parallel).
@@ -153,7 +153,7 @@ class ActivationBytes:
         pairs_whole: the same where every tp rank computes all heads.
         fixed: whatever the number of tokens.
         gathered: the part of `whole` that lies around the edges of a cut region, whole even under sequence parallel.
-        collective: per token, results of the tp sums (not in `whole`); with the sequence cut, as much gathered.
+        collective: per token, what is gathered for the column layers where the sequence is cut, beside their results.
     """
 
     whole: float = 0.0
@@ -169,12 +169,8 @@ class ActivationBytes:
     ) -> float:
         """Bytes on one tp rank; `keeps_gathered`: by a runtime that does not gather again in backward."""
         whole = self.whole / tp if sequence_parallel else self.whole
-        if keeps_gathered and tp > 1:
-            whole += (
-                self.collective * (1 + 1 / tp) + self.gathered * (1 - 1 / tp)
-                if sequence_parallel
-                else (self.collective)
-            )
+        if keeps_gathered and tp > 1 and sequence_parallel:
+            whole += self.collective + self.gathered * (1 - 1 / tp)
         pairs = self.pairs_whole + self.pairs / tp
         return tokens * (whole + self.cut / tp + seq * pairs) + self.fixed
 
@@ -231,6 +227,8 @@ class UnitSpec:
         expert_rows: token rows per token that travel to experts and back (top_k); 0 without experts.
         logits_per_token: elements of the logits per token (the head only).
         sent: widths of what ranks send of it, where they are not those of all activations.
+        adds_positions: of an embedding whose rows of positions are added to those of tokens behind its layers: where a
+            chunk ends with it, both go on; the rows of one `sample`, which all share, or of the `batch`.
     """
 
     name: str
@@ -251,6 +249,7 @@ class UnitSpec:
     expert_rows: float = 0.0
     logits_per_token: int = 0
     sent: SentWidths | None = None
+    adds_positions: Literal["", "sample", "batch"] = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activations", MappingProxyType(dict(self.activations)))
@@ -277,7 +276,7 @@ class UnitSpec:
             self.kind, self.parameters, self.matmuls, self.attentions, tuple(sorted(self.activations.items())),
             self.traffic_whole, self.traffic_cut, self.traffic_pairs, self.num_kernels, self.input_bytes,
             self.num_tp_reductions, self.gathered_forward, self.gathered_backward, self.leaves_last_sum,
-            self.expert_rows, self.logits_per_token, self.sent,
+            self.expert_rows, self.logits_per_token, self.sent, self.adds_positions,
         )  # fmt: skip
 
 

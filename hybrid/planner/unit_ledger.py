@@ -98,8 +98,7 @@ class Ledger:
             self.gathered_forward.append(out_features)
         if self.is_gathered and cut == "row":
             self.gathered_backward.append(in_features)
-        if cut == "row":  # the product is whole on each rank before it is summed, and its sum is kept beside it
-            self.results["gathered"] += size
+        if cut == "row":  # of a product that tp ranks sum the sum is kept, and what was gathered before the columns
             self.results["collective"] += size
             self.num_tp_reductions += 1
 

@@ -323,8 +323,8 @@ class ParallelMultiheadAttention(CutModule, nn.MultiheadAttention):
         # Under autocast the sum is in the lower dtype and the bias is not: plain torch returns the lower one.
         bias = None if self.out_proj.bias is None else self.out_proj.bias.to(partial.dtype)
         if self._sequence_dim is None:
-            return reduce_from(partial, group=group, bias=bias)
-        return reduce_scatter_from(partial, group=group, dim=self._sequence_dim, bias=bias)
+            return reduce_from(partial, group=group, bias=bias, given_up=True)
+        return reduce_scatter_from(partial, group=group, dim=self._sequence_dim, bias=bias, given_up=True)
 
 
 class _OutputProjection(NonDynamicallyQuantizableLinear):

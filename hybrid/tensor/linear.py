@@ -218,9 +218,9 @@ class RowParallel(CutModule):
         # Added once, after the sum; in the product's dtype, as autocast casts the bias of a plain layer.
         bias = None if self.bias is None else self.bias.to(partial_sum.dtype)
         if self.sequence_dim is None:
-            return reduce_from(partial_sum, group=group, bias=bias)
+            return reduce_from(partial_sum, group=group, bias=bias, given_up=True)
         check_sequence(partial_sum, self.sequence_dim, group)
-        output = reduce_scatter_from(partial_sum, group=group, dim=self.sequence_dim, bias=bias)
+        output = reduce_scatter_from(partial_sum, group=group, dim=self.sequence_dim, bias=bias, given_up=True)
         if self.training:
             region.enter(tensor.device)  # what follows is cut along the sequence
         return output

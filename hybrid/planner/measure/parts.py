@@ -280,7 +280,6 @@ def _sum(kept: list[Made], setting: Setting, policy: Recompute) -> ActivationByt
             size = made.num_bytes / setting.tokens
             sums["whole"] += size
             if policy == "selective" and made.is_row_result:
-                sums["gathered"] += size
                 sums["collective"] += size
             elif policy in {"none", "core_attention"} and made.is_column_input:
                 sums["gathered"] += size
