@@ -77,16 +77,23 @@ class StepWatch:
 
     def range(self, name: str, kind: RangeKind, axis: str, op: str) -> AbstractContextManager[object]:
         """For `collectives.ranges`."""
-        return self._range(name, kind)
+        return self._range(name, kind, op)
 
     @contextmanager
-    def _range(self, name: str, kind: RangeKind) -> Iterator[None]:
+    def _range(self, name: str, kind: RangeKind, op: str) -> Iterator[None]:
         is_own = kind is not RangeKind.COMMUNICATION and not name.startswith("end of ")
         if is_own:
             self.actions.append(name)
         yield
-        if kind is RangeKind.BACKWARD and (size := self._runtime.engine.gradient_bytes()) > self._most_gradients:
+        if kind is RangeKind.BACKWARD and (size := self._gradient_bytes()) > self._most_gradients:
             self._most_gradients, self.between = size, state_bytes(self._model, self._runtime)
-        if name.startswith("gather ") and self._runtime.engine.unsharder is not None:
+        # What lies around the units comes without a range of its own, when it is read.
+        is_gather = name.startswith("gather ") or (kind is RangeKind.COMMUNICATION and op == "all_gather")
+        if is_gather and self._runtime.engine.unsharder is not None:
             whole = sum(bucket.data.untyped_storage().nbytes() for bucket in self._runtime.engine.all_buckets())
             self.most_gathered = max(self.most_gathered, whole)
+
+    def _gradient_bytes(self) -> int:
+        """On the device."""
+        engine = self._runtime.engine
+        return engine.gradient_bytes() - engine.host_bytes()[1]

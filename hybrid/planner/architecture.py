@@ -78,7 +78,7 @@ class Architecture:
         head: `lm`; `mlm` has a dense layer, an activation and a norm before; `pretraining` also tells whether two
             sentences follow each other; `classes` reads one token; `none`.
         is_tied: the head is the token table.
-        is_table_cut: tensor parallel cuts the token table, and the head with it (not Gemma's, which scales its rows).
+        is_table_cut: tensor parallel cuts the token table, and a head tied to it (not Gemma's, which scales its rows).
         is_causal: as attention is.
         is_norm_fp32: eager norms multiply by the weight in fp32 (Gemma), so that they keep twice their input in it.
         hidden_dropout, attention_dropout, embedding_dropout: whether there is any.
@@ -140,6 +140,11 @@ class Architecture:
     @property
     def is_eager(self) -> bool:
         return self.kernels == "eager"
+
+    @property
+    def is_head_cut(self) -> bool:
+        """Whether tensor parallel cuts the head: one tied to a table that stays whole stays so, too."""
+        return self.is_table_cut or not self.is_tied
 
     @property
     def query_width(self) -> int:

@@ -46,7 +46,11 @@ def axis_bytes(job: Job, candidate: Candidate) -> tuple[Mapping[str, float], ...
     states = table.of_ranks(ranges, candidate, None)
     runs = _gathered_by_runs(table.of_chunks(ranges, candidate), candidate, schedule)
     first_block = next((unit.name for unit in job.model.units if unit.kind == "block"), "")
-    crossing = [_crossing_bytes(units[0], job, candidate, first_block) for units in chunks]
+    before = [None, *(units[-1] for units in chunks[:-1])]
+    crossing = [
+        _crossing_bytes(units[0], job, candidate, first_block, before=last)
+        for units, last in zip(chunks, before, strict=True)
+    ]
     within = _tensor_bytes_of_chunks(chunks, job, candidate)
     tied = tuple(_tied_elements(chunks, candidate))
     found = []
@@ -74,8 +78,18 @@ def axis_bytes(job: Job, candidate: Candidate) -> tuple[Mapping[str, float], ...
     return tuple(found)
 
 
-def _crossing_bytes(first: UnitSpec, job: Job, candidate: Candidate, first_block: str) -> int:
-    """Of one micro-batch, into the chunk that begins with this unit: between two blocks the sequence is cut."""
+def _crossing_bytes(
+    first: UnitSpec, job: Job, candidate: Candidate, first_block: str, *, before: UnitSpec | None
+) -> int:
+    """Of one micro-batch, into the chunk that begins with this unit: between two blocks the sequence is cut.
+
+    Rows of tokens and of positions that are not added yet come as their tables gave them, or the projection behind one.
+    """
+    if before is not None and before.adds_positions:
+        rows = job.seq * (candidate.micro_batch_size if before.adds_positions == "batch" else 1)
+        width = job.precision.activation if before.matmuls else job.precision.parameter
+        tokens = candidate.micro_batch_size * job.seq
+        return job.model.hidden * (tokens * width + rows * job.precision.parameter)
     width = job.precision.activation if first.sent is None else first.sent.between
     is_between = first.kind == "block" and first.name != first_block
     parts = candidate.tp if candidate.sequence_parallel and is_between else 1

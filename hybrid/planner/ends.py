@@ -61,8 +61,8 @@ def add_head(ledger: Ledger, arch: Architecture) -> None:
     if width != hidden:
         ledger.multiply("project_out", hidden, width)
         ledger.save_column_input(width)
-    ledger.multiply("head", width, arch.vocab, cut="column" if arch.is_table_cut else "none")
-    ledger.num_tp_reductions = int(arch.is_table_cut)
-    ledger.save(arch.vocab, "cut" if arch.is_table_cut else "whole", width=arch.logit_bytes)
+    ledger.multiply("head", width, arch.vocab, cut="column" if arch.is_head_cut else "none")
+    ledger.num_tp_reductions = int(arch.is_head_cut)
+    ledger.save(arch.vocab, "cut" if arch.is_head_cut else "whole", width=arch.logit_bytes)
     ledger.save(1, width=_ID)
     ledger.move(size, 4, 4, 4, elements=arch.vocab, region="cut", kernels=3)  # to fp32, log-softmax, the target's

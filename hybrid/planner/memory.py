@@ -14,16 +14,15 @@ list of actions and the bytes that each unit keeps for backward. The layers belo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from types import MappingProxyType
 
 from hybrid.planner.host_memory import fullest_host, host_parts
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.kept import Kept
 from hybrid.planner.memory_activations import ActivationTable, RankActivations
-from hybrid.planner.memory_apart import gradients_that_meet
+from hybrid.planner.memory_apart import Meeting, gradients_that_meet, may_be_apart
 from hybrid.planner.memory_layers import (
     FrameworkProfile,
     Interval,
@@ -38,6 +37,7 @@ from hybrid.planner.memory_moments import (
     fullest,
     keeps_shards,
     keeps_whole,
+    kept_shards,
     moments,
     most_bytes,
     points_of,
@@ -71,7 +71,7 @@ class StageMemory:
         num_communicators: groups that a rank communicates in.
         is_processor: see `DeviceKind`.
         context: of the job, see there.
-        meeting: see `gradients_that_meet`. The peak counts all gradients as if they met.
+        meeting: see `gradients_that_meet`.
     """
 
     stage: int
@@ -82,7 +82,7 @@ class StageMemory:
     num_communicators: int
     is_processor: bool
     context: tuple[float, float, float] | None = None
-    meeting: Callable[[], tuple[int, int] | None] = field(default=lambda: None, repr=False, compare=False)
+    meeting: Meeting | None = None
 
     def at_point(self, point: Point) -> Mapping[str, int]:
         """Part -> bytes at a named moment."""
@@ -91,23 +91,17 @@ class StageMemory:
     @cached_property
     def points(self) -> Mapping[Point, Mapping[str, int]]:
         """Moment -> part -> bytes."""
-        points = points_of(self.state, self.activations, self.candidate, self.profile)
-        meeting = None if self.profile.has_static_gradients else self.meeting()
-        if meeting is None:
-            return points
-        whole, reduced = meeting
-        accumulating = {**points["accumulating"], "gradients": whole, "gradient_shards": reduced}
-        return MappingProxyType({**points, "accumulating": accumulating})
+        return points_of(self.state, self.activations, self.candidate, self.profile, self.meeting)
 
     @cached_property
     def parts(self) -> Mapping[str, int]:
         """At the fullest moment."""
-        return fullest(self.state, self.activations, self.candidate, self.profile)[1]
+        return fullest(self.state, self.activations, self.candidate, self.profile, self.meeting)[1]
 
     @cached_property
     def tensors_bytes(self) -> int:
         """Live bytes of tensors at the fullest moment: the sum of `parts`."""
-        return most_bytes(self.state, self.activations, self.candidate, self.profile)
+        return most_bytes(self.state, self.activations, self.candidate, self.profile, self.meeting)
 
     @cached_property
     def reserved(self) -> Interval:
@@ -170,8 +164,15 @@ class MemoryPlan:
     @cached_property
     def worst(self) -> StageMemory:
         """The pipeline rank that holds most."""
-        most = [most_bytes(*rank, self.candidate, self.profile) for rank in self.ranks]
+        most = self.most_bytes
         return self._stage(most.index(max(most)))
+
+    @property
+    def most_bytes(self) -> list[int]:
+        """Live bytes of tensors at the fullest moment, on each pipeline rank."""
+        return [
+            most_bytes(*rank, self.candidate, self.profile, self._meeting(at)) for at, rank in enumerate(self.ranks)
+        ]
 
     @cached_property
     def fullest_host_bytes(self) -> int:
@@ -190,15 +191,16 @@ class MemoryPlan:
             num_communicators=num_communicators(self.candidate),
             is_processor=self.job.cluster.device.is_processor,
             context=self.job.context_bytes,
-            meeting=lambda: self._gradients_that_meet(rank),
+            meeting=self._meeting(rank),
         )
 
-    def _gradients_that_meet(self, rank: int) -> tuple[int, int] | None:
-        if self.candidate.virtual_stages == 1:
+    def _meeting(self, rank: int) -> Meeting | None:
+        if self.profile.has_static_gradients or not may_be_apart(self.candidate):
             return None
         chunks = stage_ranges(self.job, self.candidate)
-        held = _table(self.job).state.of_chunks_on(rank, chunks, self.candidate, self.shard)
-        return gradients_that_meet(self.candidate, rank, held)
+        held, lenders = _table(self.job).state.of_chunks_on(rank, chunks, self.candidate, self.shard)
+        kept = [kept_shards(chunk, self.candidate) for chunk in held]
+        return gradients_that_meet(self.candidate, rank, held, kept=kept, lenders=lenders)
 
 
 def memory(job: Job, candidate: Candidate, *, shard: int | None = None) -> MemoryPlan:
@@ -228,7 +230,7 @@ def worst_bytes(job: Job, candidate: Candidate) -> int:
     plan = memory(job, candidate)
     if plan.profile.gathers_apart:
         return plan.worst.pooled_bytes
-    return max(most_bytes(*rank, candidate, plan.profile) for rank in plan.ranks)
+    return max(plan.most_bytes)
 
 
 def least_bytes(job: Job, candidate: Candidate, *, enough: float = inf) -> float:
@@ -286,13 +288,15 @@ def _least_of_rank(
     gathered = 0.0
     if candidate.reshard_after == "run" and shards > 1 and expert_shards > 1:
         gathered = whole * precision.parameter / candidate.virtual_stages  # one chunk is whole at a time
-    most_whole, kept_shards = float(trained * precision.gradient), 0.0
+    most_whole, own_shards = float(trained * precision.gradient), 0.0
     if stage and not is_static:
         reduces_each_time = stage >= 2 and candidate.grad_reduce == "every_micro_batch"
         if reduces_each_time or candidate.num_micro_batches == 1:
-            most_whole, kept_shards = 0.0, reduced
+            most_whole, own_shards = 0.0, reduced
+        elif may_be_apart(candidate):
+            most_whole /= candidate.virtual_stages  # of the chunk that has most
     at_first = most_whole if is_static else 0.0
-    backward = max(activations.before + at_first, activations.after + most_whole + kept_shards)
+    backward = max(activations.before + at_first, activations.after + most_whole + own_shards)
     backward += gathered + activations.added + activations.boundary
     step = own * step_element_bytes(candidate, profile, has_masters=False)
     if stage == 0 or is_static:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from hybrid.contracts.schedule_choice import schedule_placement, schedule_splits
 from hybrid.planner.in_flight import Held, Rows, in_flight
 from hybrid.planner.job import Candidate, Job
 from hybrid.planner.memory_layers import FrameworkProfile
-from hybrid.planner.model_spec import ActivationBytes, Recompute, UnitSpec
+from hybrid.planner.model_spec import ActivationBytes, ParameterSpec, Recompute, UnitSpec
 
 __all__ = ["ActivationTable", "RankActivations", "num_tokens"]
 
@@ -49,7 +50,7 @@ class ActivationTable:
     def __init__(self, job: Job, profile: FrameworkProfile) -> None:
         self._model, self._seq, self._is_flash = job.model, job.seq, job.is_flash
         self._element_bytes = job.precision.activation
-        self._parameter_bytes = job.precision.parameter
+        self._parameter_bytes, self._gradient_bytes = job.precision.parameter, job.precision.gradient
         self._dummy_bytes: dict[tuple[object, ...], int] = {}
         self._profile = profile
         self._units: dict[tuple[object, ...], _UnitBytes] = {}
@@ -119,6 +120,8 @@ class ActivationTable:
             # What a backward adds is gone then, but for one gradient of a weight, which W computes.
             one = max(chunk.weight for chunk in bytes_of)
             after = max(after, _most(held.between, kept) + one - fullest.added)
+        else:
+            after = max(after, max(chunk.end for chunk in bytes_of) - fullest.added)
         return RankActivations(
             before=_most(held.before, kept),
             after=after,
@@ -131,10 +134,10 @@ class ActivationTable:
     def _of_chunk(self, kind: int, chunk: range, candidate: Candidate, cutting: tuple[object, ...]) -> _ChunkBytes:
         key = (kind, cutting)
         if key not in self._chunks:
-            units = [self._of_unit(at, candidate, cutting) for at in chunk]
+            units = [self._waiting(at, chunk, candidate, cutting) for at in chunk]
             # When a unit's backward runs, what the units after it kept is gone; a split one has put other things off.
             freed, kept, most = 0, 0, -1
-            best = _UnitBytes(0, 0, 0, 0, 0, 0)
+            best = _UnitBytes(0, 0, 0, 0, 0, 0, 0)
             is_split = schedule_splits_backward(candidate.schedule)
             for unit in reversed(units):
                 added = unit.recomputed + unit.working + unit.logits - freed
@@ -142,6 +145,13 @@ class ActivationTable:
                     most, best = added, unit
                 kept += unit.kept
                 freed += unit.kept - unit.put_off * is_split
+            # With all gradients there: the last of the backward has those of the units before it still to give.
+            held = end = 0
+            missing = 0
+            for unit in units:
+                held += unit.kept
+                end = max(end, held + unit.recomputed + unit.working + unit.logits - missing)
+                missing += unit.gradients
             # Parts that are there in place of what has been freed show as less of themselves, the logits first.
             gone = best.recomputed + best.working + best.logits - max(most, 0)
             parts = []
@@ -153,9 +163,26 @@ class ActivationTable:
                 kept += given * self._profile.keeps_sent
             self._chunks[key] = _ChunkBytes(
                 kept, parts[2], parts[1], parts[0], taken, given,
-                put_off=sum(unit.put_off for unit in units), weight=max(unit.weight for unit in units),
+                put_off=sum(unit.put_off for unit in units), weight=max(unit.weight for unit in units), end=end,
             )  # fmt: skip
         return self._chunks[key]
+
+    def _waiting(self, at: int, chunk: range, candidate: Candidate, cutting: tuple[object, ...]) -> _UnitBytes:
+        """With gradients of tied weights that wait, from their last use on, for that of the first one to be added."""
+        unit = self._of_unit(at, candidate, cutting)
+        if self._profile.has_static_gradients or schedule_splits_backward(candidate.schedule):
+            return unit
+        ties = ((first, last, tied) for first, last, tied in self._ties if chunk.start <= first <= at < last)
+        waiting = sum(tied.local_elements(candidate.tp) for _, last, tied in ties if last < chunk.stop)
+        return replace(unit, working=unit.working + self._parameter_bytes * waiting) if waiting else unit
+
+    @cached_property
+    def _ties(self) -> Sequence[tuple[int, int, ParameterSpec]]:
+        """Of each trained weight that stands in two places: units of both, and the second of them."""
+        places = [(at, unit, one) for at, unit in enumerate(self._model.units) for one in unit.parameters]
+        tied = [(at, one.tied_to, one) for at, _, one in places if one.tied_to and one.trainable]
+        owners = {f"{unit.name}.{one.name}": at for at, unit, one in places} if tied else {}
+        return [(owners[owner], at, one) for at, owner, one in tied if owners.get(owner, at) < at]
 
     def _of_unit(self, at: int, candidate: Candidate, cutting: tuple[object, ...]) -> _UnitBytes:
         look = self._model.look_indices[at]
@@ -169,6 +196,9 @@ class ActivationTable:
             self._units[key] = _UnitBytes(
                 kept, max(0, again), round(self._working(unit, candidate)), round(logits),
                 round(self._put_off(unit, candidate)), self._parameter_bytes * max(weights, default=0),
+                self._gradient_bytes * sum(
+                    p.local_elements(candidate.tp, ep=candidate.ep) for p in unit.parameters if p.trainable
+                ),
             )  # fmt: skip
         return self._units[key]
 
@@ -267,6 +297,7 @@ class _UnitBytes:
     logits: int
     put_off: int  # between the halves of a split backward
     weight: int  # the gradient of its largest weight
+    gradients: int  # of all its parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +310,7 @@ class _ChunkBytes:
     given: int  # the value that goes out
     put_off: int
     weight: int
+    end: int  # at the end of a backward, less the gradients that come after that
 
     @property
     def added(self) -> int:
@@ -293,7 +325,7 @@ def num_tokens(candidate: Candidate, seq: int) -> int:
 def _cutting(candidate: Candidate) -> tuple[object, ...]:
     return (
         candidate.micro_batch_size, candidate.cp, candidate.tp, candidate.sequence_parallel, candidate.recompute,
-        schedule_splits_backward(candidate.schedule),
+        schedule_splits_backward(candidate.schedule), candidate.ep,
     )  # fmt: skip
 
 

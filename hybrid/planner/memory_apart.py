@@ -2,55 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
-from hybrid.contracts.schedule_choice import schedule_splits_backward
-from hybrid.planner.action_numbers import rank_orders
+from hybrid.planner.action_numbers import WEIGHTS, rank_orders
 from hybrid.planner.job import Candidate
 from hybrid.planner.memory_state import StateBytes
 
-__all__ = ["are_reduced_apart", "gradients_that_meet"]
+__all__ = ["Meeting", "gradients_that_meet", "may_be_apart"]
 
 
-def are_reduced_apart(candidate: Candidate, rank: int) -> bool:
-    """Whether some chunk's gradients are reduced, or on the host, before another one of the rank has any."""
-    is_once = candidate.grad_reduce == "last_micro_batch" and candidate.num_micro_batches > 1
-    if candidate.virtual_stages == 1 or not is_once or not (candidate.zero_stage or candidate.is_offloaded):
-        return False
-    spans = _spans(candidate, rank)
-    return max(first for first, _ in spans) > min(last for _, last in spans)
-
-
-def gradients_that_meet(candidate: Candidate, rank: int, chunks: Sequence[StateBytes]) -> tuple[int, int] | None:
-    """Behind the backward that leaves most: (bytes of whole gradients, bytes of reduced ones).
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What of a rank's gradients is there at a time, as (bytes of whole ones, bytes of reduced ones).
 
     Args:
-        chunks: of the rank, in its order.
-
-    Returns:
-        None where all meet, or where this is not known: halves of a backward make some of a chunk's gradients each,
-        a weight that two chunks share is reduced with the later one, and offload takes shards away.
+        between: behind the backward that leaves most.
+        during: while the fullest backward runs.
     """
-    if not are_reduced_apart(candidate, rank) or candidate.is_offloaded or schedule_splits_backward(candidate.schedule):
-        return None
-    if any(chunk.waiting for chunk in chunks):
-        return None
-    spans = _spans(candidate, rank)
-    most = (0, 0)
-    for place in sorted(edge for span in spans for edge in span):
-        of_all = list(zip(spans, chunks, strict=True))
-        whole = sum(chunk.gradients for (first, last), chunk in of_all if first <= place < last)
-        reduced = sum(chunk.gradient_shards for (_, last), chunk in of_all if last <= place)
-        if whole + reduced > sum(most):
-            most = whole, reduced
-    return most
+
+    between: tuple[int, int]
+    during: tuple[int, int]
 
 
-def _spans(candidate: Candidate, rank: int) -> list[tuple[int, int]]:
-    """Of each chunk of the rank, the places of its first and its last backward among the rank's actions."""
-    order = rank_orders(candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages)[rank]
-    found: list[tuple[int, int]] = []
-    for own in range(candidate.virtual_stages):
-        places = [place for place, (turn, kind, _) in enumerate(order) if turn == own and kind != 1]
-        found.append((places[0], places[-1]))
-    return found
+def may_be_apart(candidate: Candidate) -> bool:
+    """Whether, on some rank, some chunk's gradients may be reduced before another one has any."""
+    pp, num_micro_batches = candidate.pp, candidate.num_micro_batches
+    if candidate.virtual_stages == 1 or not candidate.zero_stage or not 1 < num_micro_batches <= 4 * pp:
+        return False
+    is_round = candidate.schedule == "interleaved"
+    if _reduces_each_time(candidate):  # shards add up: only a weight that two chunks share comes and goes
+        return not is_round
+    return not is_round or num_micro_batches <= pp
+
+
+def gradients_that_meet(
+    candidate: Candidate,
+    rank: int,
+    chunks: Sequence[StateBytes],
+    *,
+    kept: Sequence[int],
+    lenders: Sequence[Collection[int]],
+) -> Meeting | None:
+    """From the rank's list of actions; None where all gradients meet.
+
+    Args:
+        candidate: the layout.
+        rank: of the pipeline.
+        chunks: of the rank, in its order.
+        kept: of each, bytes of reduced gradients that stay on the device.
+        lenders: of each, the chunks of the rank that have weights of its; those are reduced with the lender's.
+    """
+    if not may_be_apart(candidate):
+        return None
+    each, has_shared = _reduces_each_time(candidate), any(chunk.waiting for chunk in chunks)
+    if each and not has_shared:
+        return None
+    places = _places(candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages)[rank]
+    if not has_shared:
+        places = tuple(_edges(places))
+    whole: set[int] = set()  # chunks with whole gradients
+    shared: set[int] = set()  # lenders with a whole gradient of what they lend
+    reduced: set[int] = set()
+    between = during = (0, 0)
+    for turn, is_last in places:
+        whole.add(turn)
+        shared |= {turn, *lenders[turn]}
+        now = _bytes(chunks, whole, shared), sum(kept[one] for one in reduced)
+        if each:
+            beside = _bytes(chunks, (), shared - {turn})
+            coming = min(chunks[turn].gradients, chunks[turn].two_buckets + chunks[turn].waiting)
+            now = beside + coming, sum(kept[one] for one in reduced | {turn})
+        during = max(during, now, key=sum)
+        if each or is_last:
+            whole.discard(turn)
+            shared.discard(turn)
+            reduced.add(turn)
+        between = max(between, (_bytes(chunks, whole, shared), sum(kept[one] for one in reduced)), key=sum)
+    return Meeting(between, during)
+
+
+def _reduces_each_time(candidate: Candidate) -> bool:
+    return candidate.zero_stage >= 2 and candidate.grad_reduce == "every_micro_batch"
+
+
+def _bytes(chunks: Sequence[StateBytes], whole: Collection[int], shared: Collection[int]) -> int:
+    plain = sum(chunks[one].gradients - chunks[one].waiting for one in whole)
+    return plain + sum(chunks[one].waiting for one in shared)
+
+
+@lru_cache(maxsize=256)
+def _places(name: str, p: int, m: int, v: int) -> tuple[tuple[tuple[int, bool], ...], ...]:
+    """Of each rank, what gives gradients of weights, in order: (which of its chunks, whether it is the last there)."""
+    found = []
+    for order in rank_orders(name, p, m, v):
+        is_split = any(kind == WEIGHTS for _, kind, _ in order)
+        kinds = WEIGHTS if is_split else 0
+        found.append(tuple((turn, place == m - 1) for turn, kind, place in order if kind == kinds))
+    return tuple(found)
+
+
+def _edges(places: Sequence[tuple[int, bool]]) -> Iterator[tuple[int, bool]]:
+    """The first and the last of each chunk."""
+    seen: set[int] = set()
+    for turn, is_last in places:
+        if is_last or turn not in seen:
+            seen.add(turn)
+            yield turn, is_last

@@ -8,6 +8,7 @@ from typing import Literal
 
 from hybrid.planner.job import Candidate
 from hybrid.planner.memory_activations import RankActivations
+from hybrid.planner.memory_apart import Meeting
 from hybrid.planner.memory_layers import FrameworkProfile
 from hybrid.planner.memory_state import StateBytes, num_shards
 
@@ -16,6 +17,7 @@ __all__ = [
     "fullest",
     "keeps_shards",
     "keeps_whole",
+    "kept_shards",
     "moments",
     "most_bytes",
     "points_of",
@@ -26,21 +28,26 @@ Point = Literal["after_forward", "accumulating", "backward", "after_backward", "
 
 
 def points_of(
-    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
+    state: StateBytes,
+    activations: RankActivations,
+    candidate: Candidate,
+    profile: FrameworkProfile,
+    meeting: Meeting | None = None,
 ) -> Mapping[Point, Mapping[str, int]]:
+    """Moment -> part -> bytes; `meeting`: None where all gradients of the rank meet."""
     always = _always(state, candidate)
     is_static = profile.has_static_gradients
-    kept_whole, kept_shards, _, _ = _gradients(state, candidate, is_static=is_static)
+    whole, shards, _, _ = _gradients(state, candidate, meeting, is_static=is_static)
     after_forward = {**always, "gradients": state.gradients * is_static, "activations": activations.before}
     if candidate.reshard_after == "run":
         after_forward |= {"gathered_units": state.gathered_run, "arrived_shards": _arrived(state, candidate)}
     else:
         after_forward |= {"gathered_units": 0, "arrived_shards": 0}
-    backward, peak = fullest(state, activations, candidate, profile)
+    backward, peak = fullest(state, activations, candidate, profile, meeting)
     return MappingProxyType(
         {
             "after_forward": after_forward,
-            "accumulating": {**always, "gradients": kept_whole, "gradient_shards": kept_shards},
+            "accumulating": {**always, "gradients": whole, "gradient_shards": shards},
             "backward": backward,
             "after_backward": _after_backward(always, state, candidate, is_static=is_static),
             "after_step": {**always, "gradients": state.gradients * is_static},
@@ -50,20 +57,28 @@ def points_of(
 
 
 def fullest(
-    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
+    state: StateBytes,
+    activations: RankActivations,
+    candidate: Candidate,
+    profile: FrameworkProfile,
+    meeting: Meeting | None = None,
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """The fullest moment of a backward, and of the whole step."""
-    backward, step = moments(state, activations, candidate, profile)
+    backward, step = moments(state, activations, candidate, profile, meeting)
     return backward, max((backward, step), key=lambda parts: sum(parts.values()))
 
 
 def moments(
-    state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile
+    state: StateBytes,
+    activations: RankActivations,
+    candidate: Candidate,
+    profile: FrameworkProfile,
+    meeting: Meeting | None = None,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """The fullest moment of a backward, and that of the optimizer's step."""
     always = _always(state, candidate)
     is_static = profile.has_static_gradients
-    _, _, most_whole, kept_shards = _gradients(state, candidate, is_static=is_static)
+    _, _, most_whole, own_shards = _gradients(state, candidate, meeting, is_static=is_static)
     constant = round(profile.constant_bytes)
     backward = {
         **always,
@@ -76,35 +91,41 @@ def moments(
     }
     # In the first backward gradients come as activations go: the beginning and the end are fullest.
     gradients = most_whole if is_static else min(most_whole, state.two_buckets)
-    if activations.before + gradients >= activations.after + most_whole + kept_shards:
+    if activations.before + gradients >= activations.after + most_whole + own_shards:
         backward |= {"activations": activations.before, "gradients": gradients}
     else:
-        backward |= {"activations": activations.after, "gradients": most_whole, "gradient_shards": kept_shards}
+        backward |= {"activations": activations.after, "gradients": most_whole, "gradient_shards": own_shards}
     step_bytes = step_element_bytes(candidate, profile, has_masters=always["masters"] > 0)
     step = {**_after_backward(always, state, candidate, is_static=is_static), "working": constant}
     step["step"] = round(state.own_elements * step_bytes)
     return backward, step
 
 
-def most_bytes(state: StateBytes, activations: RankActivations, candidate: Candidate, profile: FrameworkProfile) -> int:
+def most_bytes(
+    state: StateBytes,
+    activations: RankActivations,
+    candidate: Candidate,
+    profile: FrameworkProfile,
+    meeting: Meeting | None = None,
+) -> int:
     """The sum of the second of `fullest`, which a search asks for of every rank of every layout."""
     is_here = not candidate.is_offloaded
     is_static = profile.has_static_gradients
-    _, _, most_whole, kept_shards = _gradients(state, candidate, is_static=is_static)
+    _, _, most_whole, own_shards = _gradients(state, candidate, meeting, is_static=is_static)
     at_first = most_whole if is_static else min(most_whole, state.two_buckets)
     backward = (
         (state.gathered_run if candidate.reshard_after == "run" else state.gathered)
         + _arrived(state, candidate)
         + activations.added
         + activations.boundary
-        + max(activations.before + at_first, activations.after + most_whole + kept_shards)
+        + max(activations.before + at_first, activations.after + most_whole + own_shards)
     )
     masters = state.masters * is_here
     step = round(state.own_elements * step_element_bytes(candidate, profile, has_masters=masters > 0))
     if candidate.zero_stage == 0 or is_static:
         step += state.gradients * keeps_whole(candidate, is_static=is_static)
     else:
-        step += _kept_shards(state, candidate)
+        step += kept_shards(state, candidate)
     parameters = 0 if candidate.offload == "parameters" else state.parameters
     always = parameters + masters + state.optimizer_state * is_here + state.bookkeeping
     return always + round(profile.constant_bytes) + max(backward, step)
@@ -142,7 +163,7 @@ def _after_backward(
     if candidate.zero_stage == 0 or is_static:
         gradients = state.gradients * keeps_whole(candidate, is_static=is_static)
         return {**always, "gradients": gradients, "gradient_shards": 0}
-    return {**always, "gradients": 0, "gradient_shards": _kept_shards(state, candidate)}
+    return {**always, "gradients": 0, "gradient_shards": kept_shards(state, candidate)}
 
 
 def keeps_whole(candidate: Candidate, *, is_static: bool) -> bool:
@@ -155,21 +176,25 @@ def keeps_shards(candidate: Candidate) -> bool:
     return not candidate.is_offloaded or candidate.dp_replicate > 1
 
 
-def _kept_shards(state: StateBytes, candidate: Candidate) -> int:
+def kept_shards(state: StateBytes, candidate: Candidate) -> int:
     """Bytes of reduced gradients that stay on the device until the step."""
     return state.gradient_shards if keeps_shards(candidate) else state.summed_shards
 
 
-def _gradients(state: StateBytes, candidate: Candidate, *, is_static: bool) -> tuple[int, int, int, int]:
+def _gradients(
+    state: StateBytes, candidate: Candidate, meeting: Meeting | None, *, is_static: bool
+) -> tuple[int, int, int, int]:
     """(whole gradients between two backwards, own shards then, the most that is whole during one, own shards at the end
     of the last one beside them)."""
     if candidate.zero_stage == 0 or is_static:
         return state.gradients, 0, state.gradients, 0
+    if meeting is not None:
+        return (*meeting.between, *meeting.during)
     reduces_each_time = candidate.zero_stage >= 2 and candidate.grad_reduce == "every_micro_batch"
     if reduces_each_time or (candidate.zero_stage >= 2 and candidate.num_micro_batches == 1):
         most = min(state.gradients, state.two_buckets + state.waiting)
-        shards = _kept_shards(state, candidate)
+        shards = kept_shards(state, candidate)
         return state.waiting, shards, most, shards
     if candidate.num_micro_batches == 1:  # reduced as they come
-        return state.gradients, 0, state.six_buckets, _kept_shards(state, candidate)
+        return state.gradients, 0, state.six_buckets, kept_shards(state, candidate)
     return state.gradients, 0, state.gradients, 0

@@ -134,17 +134,23 @@ class StateTable:
         found: dict[int, StateBytes] = {}
         for rank in range(pp):
             places = chunks_on(rank, pp, len(chunks), placement)
-            found |= zip(places, self.of_chunks_on(rank, chunks, candidate, None), strict=True)
+            found |= zip(places, self.of_chunks_on(rank, chunks, candidate, None)[0], strict=True)
         return tuple(found[at] for at in range(len(chunks)))
 
     def of_chunks_on(
         self, rank: int, chunks: tuple[range, ...], candidate: Candidate, shard: int | None
-    ) -> tuple[StateBytes, ...]:
-        """Bytes of each chunk that a pipeline rank has, in its order; `shard` as in `of_ranks`."""
+    ) -> tuple[tuple[StateBytes, ...], tuple[frozenset[int], ...]]:
+        """(Bytes of each chunk that a pipeline rank has, in its order; places of those that each borrows a weight of).
+
+        `shard` as in `of_ranks`.
+        """
         places = chunks_on(rank, candidate.pp, len(chunks), schedule_placement(candidate.schedule))
         looks = self._looks.of_rank([chunks[at] for at in places], chunks, candidate.pp)
         cutting = (*_cutting(candidate), shard)
-        return tuple(self._of_chunk(look, candidate, cutting, shard) for look in looks)
+        lenders = tuple(
+            frozenset(at for at, look in enumerate(looks) if any(look is one for one in mine.lenders)) for mine in looks
+        )
+        return tuple(self._of_chunk(look, candidate, cutting, shard) for look in looks), lenders
 
     def _of_rank(
         self,
@@ -198,6 +204,7 @@ class StateTable:
         units = self._model.units
         # Without a pipeline what lies between blocks forms one unit; with one, every layer is a unit.
         is_cut = candidate.pp > 1
+        is_repeated = len(self._model.blocks) > 1  # a block of which there is one is no unit of its own
         turns: dict[tuple[int, str], int] = {}
         for at in look.chunk:
             for parameter in units[at].parameters:
@@ -206,7 +213,7 @@ class StateTable:
         for at, index in self._model.registered(look.chunk):
             unit, parameter = units[at], units[at].parameters[index]
             owner = self._owner(at, parameter, is_cut=is_cut)
-            is_around = not is_cut and unit.kind != "block"
+            is_around = not is_cut and (unit.kind != "block" or not is_repeated)
             here = None if is_around else owner
             place += place < 0 or here != before
             before = here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["FAMILIES", "Family"]
 
@@ -22,6 +23,7 @@ class Family:
         gathered: layers with fused weights that the model's own plan cuts without their parts in mind: each rank
             gathers what they give and takes its part of it again before the row layer. No sequence parallel there.
         extra_positions: rows of the position table beyond the longest sequence (OPT: 2).
+        adds_positions: see `UnitSpec`.
     """
 
     blocks: str
@@ -32,6 +34,7 @@ class Family:
     is_transposed: bool = False
     gathered: tuple[str, ...] = ()
     extra_positions: int = 0
+    adds_positions: Literal["", "sample", "batch"] = ""
 
     @property
     def sequence_refusal(self) -> str:
@@ -74,6 +77,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         blocks="transformer.h.{}",
         embedding={"token": "transformer.wte", "position": "transformer.wpe"},
+        adds_positions="sample",
         block={
             "norm1": "ln_1",
             "qkv": "attn.c_attn",
@@ -88,6 +92,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neo": Family(
         blocks="transformer.h.{}",
         embedding={"token": "transformer.wte", "position": "transformer.wpe"},
+        adds_positions="sample",
         block={
             "norm1": "ln_1",
             "k": "attn.attention.k_proj",
@@ -137,6 +142,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         before_blocks=("token", "position", "project_out", "project_in", "final_norm"),
         extra_positions=2,
+        adds_positions="batch",
     ),
     "bert": Family(
         blocks="bert.encoder.layer.{}",

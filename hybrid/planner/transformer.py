@@ -150,7 +150,9 @@ def transformer_spec(arch: Architecture, *, source: str = "dimensions", notes: t
     head = _unit(arch, "head", "head", head_parameters(arch), last)
     if arch.head not in {"none", "classes"}:
         head = replace(head, logits_per_token=arch.vocab)
-    units = [_unit(arch, "embedding", "embedding", embedding_parameters(arch), first), *_blocks(arch), head]
+    embedding = _unit(arch, "embedding", "embedding", embedding_parameters(arch), first)
+    embedding = replace(embedding, adds_positions=FAMILIES[arch.family].adds_positions)
+    units = [embedding, *_blocks(arch), head]
     return ModelSpec(
         name=arch.name,
         units=tuple(units),

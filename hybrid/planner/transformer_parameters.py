@@ -116,7 +116,7 @@ def _of_head(arch: Architecture, family: Family, role: str, name: str) -> _Made:
             yield from _linear(name, hidden, arch.vocab, bias=arch.head_bias)
         case "head" if arch.head != "none":
             tied = f"embedding.{family.embedding['token']}.weight" if arch.is_tied else None
-            cut_dim = 0 if arch.is_table_cut else None
+            cut_dim = 0 if arch.is_head_cut else None
             yield ParameterSpec(name=f"{name}.weight", shape=(arch.vocab, width), cut_dim=cut_dim, tied_to=tied)
             if arch.head_bias:
                 yield ParameterSpec(name=f"{name}.bias", shape=(arch.vocab,), cut_dim=0)

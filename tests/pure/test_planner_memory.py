@@ -148,6 +148,19 @@ def test_recompute_keeps_less() -> None:
     assert (full.parts["activations"], full.parts["recomputed"]) == (40_000, 90_000)
 
 
+@pytest.mark.parametrize("name", ["llama3-70b", "gpt3-175b", "opt-66b", "gemma2-27b"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_selective_recompute_never_keeps_more_than_none(name: str, is_cut: bool) -> None:
+    """Of a product that tp ranks sum, the whole one beside its sum would outweigh all that is computed again."""
+    block = preset(name).blocks[0]
+    for tp in (2, 8):
+        none, selective = (
+            block.activations[policy, True].of(tokens=1, seq=4096, tp=tp, sequence_parallel=is_cut, keeps_gathered=True)
+            for policy in ("none", "selective")
+        )
+        assert selective <= none
+
+
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +268,44 @@ def test_activations_follow_the_schedule() -> None:
         for name in ("1f1b", "gpipe")
     }
     assert kept == {"1f1b": [4000, 3000, 2000, 1000], "gpipe": [8000] * 4}
+
+
+@pytest.mark.parametrize(("micro_batches", "share"), [(4, 1), (8, 2)])
+def test_the_peak_counts_gradients_of_chunks_that_meet(micro_batches: int, share: int) -> None:
+    """With as many micro-batches as ranks a chunk's gradients are shards before the next one's come."""
+    job = job_of(model_of(*[1_000_000] * 8), precision=FP32)
+    candidate = Candidate(
+        pp=4, dp_shard=1000, zero_stage=1, schedule="interleaved", virtual_stages=2, num_micro_batches=micro_batches
+    )
+    whole = memory(job, candidate).stages[1].at_point("backward")["gradients"]
+    assert whole == pytest.approx(share * 4_000_000, rel=0.05)
+
+
+def test_the_end_of_a_backward_has_all_gradients_and_what_the_first_unit_keeps() -> None:
+    """With one micro-batch nothing else is counted beside whole gradients."""
+    kept = {("none", True): ActivationBytes(whole=100.0)}
+    parameters = (ParameterSpec(name="weight", shape=(100_000_000,)),)
+    units = [UnitSpec(name=str(at), kind="block", parameters=parameters, activations=kept) for at in range(8)]
+    job = job_of(ModelSpec(name="eight", units=tuple(units), hidden=1), seq=1_000_000, precision=FP32)
+    parts = memory(job, Candidate()).worst.at_point("backward")
+    gradients = 8 * 400_000_000
+    assert (parts["gradients"], parts["activations"], parts["working"]) == (gradients, 100_000_000, 400_000_000)
+
+
+def test_the_gradient_of_a_tied_weight_waits_for_its_other_one() -> None:
+    """Autograd gives both at once, when the first layer's backward is done; on two stages there is one of each."""
+    kept = {("none", True): ActivationBytes(whole=100.0)}
+    own = ParameterSpec(name="weight", shape=(1_000_000,))
+    ends = [
+        UnitSpec(name="first", kind="embedding", parameters=(own,)),
+        UnitSpec(name="last", kind="head", parameters=(replace(own, tied_to="first.weight"),)),
+    ]
+    block = UnitSpec(name="0", kind="block", parameters=(), activations=kept)
+    model = ModelSpec(name="tied", units=(ends[0], block, replace(block, name="1"), ends[1]), hidden=1)
+    job = job_of(model, seq=1_000_000, precision=FP32)
+    assert memory(job, Candidate(num_micro_batches=2)).worst.parts["working"] == 4_000_000
+    staged = memory(job, Candidate(pp=2, num_micro_batches=2, split=(2, 2)))
+    assert [stage.parts["working"] for stage in staged.stages] == [0, 4_000_000]
 
 
 # -- layers below ------------------------------------------------------------------------------------------------------

@@ -310,24 +310,34 @@ def test_a_step_comes_to_its_end_under_every_setting(name: str) -> None:
     assert ("compile is left out" in " ".join(one.notes)) == (name == "recompute")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "micro_batches", "is_noted"), [("interleaved", 2, False), ("interleaved", 8, False), ("zbv", 2, True)]
-)
-def test_gradients_that_never_meet_are_not_counted_together(
-    tmp_path: Path, schedule: str, micro_batches: int, is_noted: bool
-) -> None:
+MEETINGS: dict[str, dict[str, Any]] = {
+    "interleaved, each chunk once in a row": {"schedule": "interleaved", "micro_batches": 2},
+    "halves of backwards": {"schedule": "zbv", "micro_batches": 2},
+    "halves of backwards, a weight of two chunks": {"schedule": "zbv", "micro_batches": 3, "tied": True},
+    "a weight of two chunks, reduced again and again": {
+        **{"schedule": "zbv", "micro_batches": 2, "tied": True, "stage": 2},
+    },
+    "host": {"schedule": "interleaved", "micro_batches": 2, "stage": 2, "offload": "optimizer", "tied": True},
+    "host, and replicas": {"schedule": "zbv", "micro_batches": 3, "shard_size": 1, "offload": "optimizer"},
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_gradients_that_never_meet_are_not_counted_together(name: str) -> None:
     """Of two chunks the later one's gradients are reduced before the first one's come, if each runs once in a row."""
+    case = MEETINGS[name]
     config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": case.get("tied", False),
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    sharding = {"stage": case.get("stage", 1), "shard_size": case.get("shard_size", 2)}
     strategy = make_strategy(
-        pipeline=True, pipeline_configs={"degree": 2, "schedule": schedule, "virtual_stages": 2},
-        sharding=True, sharding_configs={"stage": 1}, micro_batch_size=1, accumulate_steps=micro_batches,
+        pipeline=True, pipeline_configs={"degree": 2, "schedule": case["schedule"], "virtual_stages": 2},
+        sharding=True, sharding_configs={**sharding, "offload": case.get("offload", "none")},
+        micro_batch_size=1, accumulate_steps=case["micro_batches"],
     )  # fmt: skip
-    (rank,) = hybrid.dryrun(strategy, str(tmp_path / "config.json"), world_size=4, seq=16).ranks
-    assert rank.comparison
+    (rank,) = hybrid.dryrun(strategy, config, world_size=4, seq=16).ranks
+    assert any("between_backwards" in figure.what for figure in rank.comparison)
     assert not rank.differences
-    assert any("reduced before others' come" in note for note in rank.notes) == is_noted
+    assert not rank.notes

@@ -189,6 +189,9 @@ _WALKED["opt"] = {
 }
 _ODD: dict[str, dict[str, Any]] = {
     "short opt": {**_WALKED["opt"], "num_hidden_layers": 3, "tie_word_embeddings": False, "vocab_size": 4096},
+    "short gpt2": {**_WALKED["gpt2"], "n_layer": 2, "vocab_size": 64},
+    "one block": {**_WALKED["gpt2"], "n_layer": 1, "vocab_size": 4096},
+    "untied gemma": {**_WALKED["gemma"], "num_hidden_layers": 2, "tie_word_embeddings": False, "vocab_size": 4096},
     "long llama": {**_WALKED["llama"], "num_hidden_layers": 8, "vocab_size": 4096},
 }
 _WORLD_SIZE = 16_384
@@ -278,6 +281,16 @@ _WALK: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 3 x replicas, parameters on the host": (
         "llama",
         _offloaded(_layout(3, 1, 1, share=8), "parameters"),
+    ),
+    "pipeline, tokens and positions sent before they are added": (
+        "short gpt2",
+        {**_layout(0, 1, 4), **_PRECISE},
+    ),
+    "stage 3, a block of which there is one": ("one block", {**_layout(3, 2, 1), **_PRECISE}),
+    "stage 2 x tensor, whole table and cut head": ("untied gemma", {**_layout(2, 4, 1), **_PRECISE}),
+    "stage 1 x tensor, whole parameters on a rank": (
+        "short opt",
+        {**_layout(1, 2, 1), "sharding_configs": {"stage": 1, "shard_size": 64, "partition": "parameter"}},
     ),
     "stage 1 x tensor, whole table": ("gemma", {**_layout(1, 8, 1, share=128, recompute=True), **_PRECISE}),
 }
