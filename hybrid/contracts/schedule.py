@@ -46,6 +46,7 @@ __all__ = [
     "in_flight",
     "make_schedule",
     "max_in_flight",
+    "max_in_flight_by_chunk",
     "usual_virtual_stages",
     "v_parts",
 ]
@@ -397,6 +398,19 @@ def max_in_flight(schedule: Schedule, rank: int, *, weights: Sequence[float] | N
     return max(
         (sum(weights[chunk] * count for chunk, count in held.items()) for held in _held(schedule, rank)), default=0
     )
+
+
+def max_in_flight_by_chunk(schedule: Schedule, rank: int) -> Counter[int]:
+    """Chunk of the rank -> the most micro-batches whose activations of it are kept at once."""
+    held: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for action in schedule.actions[rank]:
+        if action.kind is ActionKind.F:
+            held[action.chunk] += 1
+            most[action.chunk] = max(most[action.chunk], held[action.chunk])
+        if action.kind.frees_activations:
+            held[action.chunk] -= 1
+    return most
 
 
 def _held(schedule: Schedule, rank: int) -> Iterator[Counter[int]]:

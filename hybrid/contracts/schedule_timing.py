@@ -17,10 +17,19 @@ rank; bubble as the fraction of the step in which a rank is idle):
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybrid.contracts.schedule import Action, ActionKind, Schedule, dependencies, make_schedule, max_in_flight
+from hybrid.contracts.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    dependencies,
+    make_schedule,
+    max_in_flight,
+    max_in_flight_by_chunk,
+)
 from hybrid.contracts.schedule_check import Transport, check_schedule
 from hybrid.errors import StrategyError
 
@@ -80,15 +89,10 @@ class Timeline:
     @property
     def max_in_flight_per_chunk(self) -> tuple[int, ...]:
         """Per chunk of the model: the most micro-batches whose activations are kept at once."""
-        schedule = self.schedule
-        return tuple(
-            int(
-                max_in_flight(
-                    schedule, schedule.rank_of(chunk), weights=[float(c == chunk) for c in range(schedule.num_chunks)]
-                )
-            )
-            for chunk in range(schedule.num_chunks)
-        )
+        most: Counter[int] = Counter()
+        for rank in range(len(self.schedule.actions)):
+            most |= max_in_flight_by_chunk(self.schedule, rank)
+        return tuple(most[chunk] for chunk in range(self.schedule.num_chunks))
 
 
 def time_schedule(
