@@ -35,6 +35,7 @@ __all__ = ["plan"]
 
 _FILE_WIDTH = 200
 _BEST = 8  # layouts that are shown where nobody says how many
+_OTHER_FILES = frozenset({".csv", ".htm", ".html", ".md", ".py", ".sbatch", ".sh", ".toml", ".txt"})
 _MOST_ROWS = 200  # of `--why`, beyond which it only counts
 
 
@@ -160,6 +161,8 @@ def plan(
     if not console.is_terminal:
         console = Console(highlight=False, width=_FILE_WIDTH)  # in a file or a pipe nothing is cut off
     try:
+        if best is not None and best < 1:
+            raise PlanError(f"--best {best}: expected a whole number of at least 1")
         request = _request(
             model=model,
             cluster=cluster,
@@ -192,6 +195,7 @@ def plan(
             raise PlanError(
                 f"--why tells about layouts without ranking them, so --best {best} has no effect: leave one of them out"
             )
+        _check_out(out)
         check_page_path(report, option="--report")
         if out is not None and report is not None and out.resolve() == report.resolve():
             raise PlanError(f"--out and --report both name {out}: give the page a name of its own")
@@ -257,6 +261,8 @@ def _check_measure(request: Request, model: str, number: int, *, why_not: str, m
 
 def _request(*, model: str, cluster: str, **options: Any) -> Request:
     """As `make_request`, also with a factory of one's own."""
+    if not model.strip():
+        raise PlanError("--model is empty: give a preset (llama3-8b), a config.json, or package.module:factory")
     if ":" in model and not Path(model).exists():
         from hybrid.strategy.live_model import build  # torch comes with it
 
@@ -267,6 +273,14 @@ def _request(*, model: str, cluster: str, **options: Any) -> Request:
 
 def _is_file(out: Path) -> bool:
     return out.suffix.lower() in {".yaml", ".yml", ".json"} and not out.is_dir()
+
+
+def _check_out(out: Path | None) -> None:
+    """Raises PlanError: the name of a file in another form than those that are written, which would be a folder's."""
+    if out is not None and out.suffix.lower() in _OTHER_FILES and not out.is_dir():
+        raise PlanError(
+            f"--out {out}: a strategy is written as .yaml or .json; a name without such an ending is a folder's"
+        )
 
 
 def _save(plans: Plans, out: Path) -> None:
@@ -301,6 +315,8 @@ def _progress(json_output: bool) -> Iterator[Any]:
 
 def _print_why(request: Request, text: str, console: Console, *, json_output: bool) -> None:
     wanted = read_fixed(text, option="--why")
+    if not wanted and "=" not in text:
+        raise PlanError(f"--why {text!r}: expected name=value, such as tp=4")
     clash = [name for name, value in wanted.items() if request.fixed.get(name, value) != value]
     if clash:
         raise PlanError([f"--why and --fix differ in {name}" for name in clash])
@@ -310,11 +326,12 @@ def _print_why(request: Request, text: str, console: Console, *, json_output: bo
     if not told:
         _print_no_candidates(asked, text, reasons, console, json_output=json_output)
         return
+    summary = _beside_the_best(request, asked)
     if json_output:
         rows = [{"layout": candidate.label, "outcome": outcome} for candidate, outcome in told]
-        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({"summary": summary, "layouts": rows}, indent=2, ensure_ascii=False))
         return
-    console.print(escape(_beside_the_best(request, asked)), soft_wrap=True)
+    console.print(escape(summary), soft_wrap=True)
     table = Table(title=escape(f"Layouts with {text}"), title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", no_wrap=True)
     table.add_column("outcome", overflow="fold")
@@ -355,11 +372,11 @@ def _print_no_candidates(
     told = [*reasons, *(one for one in found if one.startswith("tp = "))]
     if not told:
         told = ["the values divide neither the devices nor the batch as they would have to together"]
+    summary = f"no layout with {text} is a candidate on {request.job.cluster.name}: {'; '.join(told)}"
     if json_output:
-        typer.echo(json.dumps([{"layout": text, "outcome": "; ".join(told)}], indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({"summary": summary, "layouts": []}, indent=2, ensure_ascii=False))
         return
-    name = request.job.cluster.name
-    console.print(f"no layout with {escape(text)} is a candidate on {escape(name)}: {escape('; '.join(told))}")
+    console.print(escape(summary), soft_wrap=True)
 
 
 def _print_problems(error: PlanError, *, json_output: bool) -> None:

@@ -64,6 +64,7 @@ def dry_model(model: Any, *, sample: Any = None, seq: int | None = None) -> DryM
     length = seq or spec.default_seq
     if spec.max_seq and length > spec.max_seq:
         raise PlanError(f"seq = {length}: {name} takes at most {spec.max_seq} tokens")
+    notes = (*notes, *spec.notes_on_length(length))
     return DryModel(name=name, make=_transformer(given, length), spec=spec, seq=seq, notes=notes)
 
 

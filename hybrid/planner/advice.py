@@ -15,6 +15,7 @@ from hybrid.planner.rules import rule
 from hybrid.planner.scaled import scaled_job
 from hybrid.planner.search import Priced, SearchResult, fit_of
 from hybrid.planner.unlock import unlocks
+from hybrid.units import format_bytes
 
 __all__ = ["COMMUNICATION", "Advice", "Sensitivity", "advise"]
 
@@ -167,7 +168,7 @@ def _notes(request: Request, result: SearchResult, time: StepTime) -> Iterator[s
             )
     if best.candidate.is_offloaded:
         kept = best.memory.fullest_host_bytes
-        yield f"offload keeps {kept / 1e9:.1f} GB in the memory of one host: {request.host_words}"
+        yield f"offload keeps {format_bytes(kept)} in the memory of one host: {request.host_words}"
     if best.candidate.tp > request.job.cluster.domain_size:
         yield (
             f"tp = {best.candidate.tp} crosses the fast links of {request.job.cluster.domain_size} devices: its sums "
@@ -193,7 +194,7 @@ def _stage_notes(request: Request, best: Candidate) -> Iterator[str]:
         if stage and size * best.cp == 1:
             continue
         fit = fit_of(request, memory(request.job, other))
-        told.append(f"stage {stage} {fit.needed_bytes / 1e9:.1f} GB{'' if fit.fits else ' (does not fit)'}")
+        told.append(f"stage {stage} {format_bytes(fit.needed_bytes)}{'' if fit.fits else ' (does not fit)'}")
     yield f"memory of this layout by ZeRO stage: {', '.join(told)}"
 
 

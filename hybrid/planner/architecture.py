@@ -60,6 +60,7 @@ class Architecture:
         family: key of `planner/parameter_names.py`.
         layers, hidden, heads, kv_heads, head_dim, ffn, vocab: dimensions.
         max_seq: rows of a learned position table, or the longest sequence; 0 without a limit.
+        made_for_seq: of rotary positions, which any length has: the longest that the configuration names; 0: none.
         default_seq: tokens per sample where none are named.
         is_gated: two matrices up, SwiGLU or GeGLU, instead of one.
         activation: `gelu_new` is GELU written out in Python, six operations where kernels are eager.
@@ -102,6 +103,7 @@ class Architecture:
     ffn: int
     vocab: int
     max_seq: int = 0
+    made_for_seq: int = 0
     default_seq: int = 2048
     is_gated: bool = False
     activation: Literal["gelu", "gelu_new", "relu", "silu"] = "gelu"

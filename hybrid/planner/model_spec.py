@@ -290,6 +290,7 @@ class ModelSpec:
         hidden: width of what crosses between blocks.
         num_heads, num_kv_heads, ffn, vocab: what tp must divide; 0 where there is none.
         max_seq: longest sequence that it can take; 0 without a limit.
+        made_for_seq: longest that its configuration names, where it can take longer ones; 0 without.
         default_seq: tokens of a sample where the user names none.
         is_seq_fixed: measured at `default_seq`; activations hold for no other length.
         num_experts: of each mixture; 0 without.
@@ -310,6 +311,7 @@ class ModelSpec:
     ffn: int = 0
     vocab: int = 0
     max_seq: int = 0
+    made_for_seq: int = 0
     default_seq: int = 2048
     is_seq_fixed: bool = False
     num_experts: int = 0
@@ -319,6 +321,15 @@ class ModelSpec:
     before_blocks: tuple[str, ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
+
+    def notes_on_length(self, seq: int) -> tuple[str, ...]:
+        """What to know of samples that are longer than the model was made for."""
+        if not 0 < self.made_for_seq < seq:
+            return ()
+        return (
+            f"seq = {seq:,}, but {self.name} was made for {self.made_for_seq:,} positions (max_position_embeddings): "
+            "it runs, with rotary positions that it has not learned",
+        )
 
     @property
     def blocks(self) -> tuple[UnitSpec, ...]:

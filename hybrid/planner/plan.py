@@ -21,6 +21,7 @@ from hybrid.planner.search import Fit, Progress, SearchResult, search
 from hybrid.planner.software import Software
 from hybrid.planner.strategy_of import strategy_of
 from hybrid.planner.unlock import nearest_change
+from hybrid.units import format_bytes
 
 if TYPE_CHECKING:
     from hybrid.strategy import DistributedStrategy
@@ -317,9 +318,9 @@ def _nothing_fits(request: Request, result: SearchResult) -> str:
     if result.too_large:
         nearest = result.too_large[0]
         return (
-            f"{what} fits into {nearest.fit.limit_bytes / 1e9:.1f} GB per device: the nearest, "
-            f"{nearest.candidate.label}, needs {nearest.fit.needed_bytes / 1e9:.1f} GB, "
-            f"{nearest.fit.over_bytes / 1e9:.1f} GB more{host}{nearest_change(request)}"
+            f"{what} fits into {format_bytes(nearest.fit.limit_bytes)} per device: the nearest, "
+            f"{nearest.candidate.label}, needs {format_bytes(nearest.fit.needed_bytes)}, "
+            f"{format_bytes(nearest.fit.over_bytes)} more{host}{nearest_change(request)}"
         )
     reasons = "; ".join(
         f"{rejection.text} ({rejection.count} layout{'s' * (rejection.count > 1)})"

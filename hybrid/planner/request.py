@@ -13,6 +13,7 @@ from hybrid.errors import PlanError
 from hybrid.planner.correction import Correction
 from hybrid.planner.job import Job
 from hybrid.planner.nearest import nearest
+from hybrid.units import format_bytes
 
 __all__ = ["FIXABLE", "Request", "read_fixed"]
 
@@ -98,7 +99,7 @@ class Request:
         """What one host has, and who says so."""
         if self.host_memory_bytes is None:
             return "how much memory a host has is not known; --host-memory (host_memory_bytes) says it"
-        words = f"{self.host_memory_bytes / 1e9:.1f} GB"
+        words = f"{format_bytes(self.host_memory_bytes)}"
         if self.host is not None:
             said = ", ".join(filter(None, (self.host.source, self.host.date, self.host.notes)))
             words += f", assumed, as in a {self.host.name} ({said}); --host-memory (host_memory_bytes) says otherwise"

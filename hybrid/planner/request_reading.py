@@ -24,6 +24,7 @@ from hybrid.planner.request import Request, read_fixed
 from hybrid.planner.software import Software, software_of
 from hybrid.planner.stages import num_layers
 from hybrid.planner.trials import Trial, read_trials
+from hybrid.units import format_bytes
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "contradictions", "make_request", "with_trials"]
 
@@ -128,6 +129,9 @@ def make_request(
             made["model"] = replace(made["model"], notes=(*made["model"].notes, note))
     if problems:
         raise PlanError(problems)
+    length_notes = made["model"].notes_on_length(seq or made["model"].default_seq)
+    if length_notes:
+        made["model"] = replace(made["model"], notes=(*length_notes, *made["model"].notes))
     if isinstance(precision, str) and isinstance(software, str) and not software.startswith("hybrid"):
         made["precision"] = replace(made["precision"], norm=0)  # other stacks keep norms as all else
     job = Job(
@@ -198,8 +202,8 @@ def _device_problems(cluster: Cluster, precision: Precision | None, memory_bytes
         problems.append(f"precision {precision.compute}: {device.name} has no such rate; use {known}")
     if isinstance(memory_bytes, int | float) and memory_bytes > device.memory_bytes:
         problems.append(
-            f"memory_bytes = {memory_bytes:.4g}, but {device.name} has {device.memory_bytes:.4g}: give less, or leave "
-            "it out for all of it"
+            f"memory_bytes = {memory_bytes:,.0f} ({format_bytes(memory_bytes)}), but {device.name} has "
+            f"{format_bytes(device.memory_bytes)}: give less, or leave it out for all of it"
         )
     return problems
 

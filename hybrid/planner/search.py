@@ -31,6 +31,7 @@ from hybrid.planner.memory_layers import num_communicators
 from hybrid.planner.options import bases, least_memory, shapes, state_options
 from hybrid.planner.request import Request
 from hybrid.planner.room import Fit, Room, fit_of
+from hybrid.units import format_bytes
 
 __all__ = ["Fit", "Priced", "Progress", "Rejection", "SearchResult", "anything_fits", "fit_of", "search", "why"]
 
@@ -344,7 +345,7 @@ def host_fits(request: Request, option: Candidate) -> bool:
 
 def _too_large_for_host(request: Request, option: Candidate) -> str:
     needed = memory(request.job, option).fullest_host_bytes
-    return f"{option.label} keeps {needed / 1e9:.1f} GB in the memory of one host, which has {request.host_words}"
+    return f"{option.label} keeps {format_bytes(needed)} in the memory of one host, which has {request.host_words}"
 
 
 def _too_large_base(request: Request, base: Candidate) -> str:
@@ -355,7 +356,7 @@ def _too_large_base(request: Request, base: Candidate) -> str:
 
 def _too_large(candidate: Candidate, fit: Fit) -> str:
     return (
-        f"{candidate.label} needs {fit.needed_bytes / 1e9:.1f} GB of {fit.limit_bytes / 1e9:.1f} GB "
+        f"{candidate.label} needs {format_bytes(fit.needed_bytes)} of {format_bytes(fit.limit_bytes)} "
         f"({fit.chance_of_running_out:.0%} chance of running out)"
     )
 
@@ -437,4 +438,4 @@ def _outcome(request: Request, option: Candidate) -> str:
     if not host_fits(request, option):
         return _too_large_for_host(request, option)
     seconds = step_time(request.job, option).total_seconds
-    return f"{seconds:.4g} s a step, {fit.needed_bytes / 1e9:.1f} GB"
+    return f"{seconds:.4g} s a step, {format_bytes(fit.needed_bytes)}"

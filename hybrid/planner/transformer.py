@@ -162,6 +162,7 @@ def transformer_spec(arch: Architecture, *, source: str = "dimensions", notes: t
         ffn=arch.ffn,
         vocab=arch.vocab if arch.head != "classes" else 0,
         max_seq=arch.max_seq,
+        made_for_seq=arch.made_for_seq,
         default_seq=arch.default_seq,
         num_experts=arch.experts.num if arch.experts is not None else 0,
         sequence_refusal=FAMILIES[arch.family].sequence_refusal,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hybrid.planner.request import Request
 from hybrid.planner.search import SearchResult, anything_fits
+from hybrid.units import format_bytes
 
 __all__ = ["nearest_change"]
 
@@ -60,7 +61,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def unlocks(result: SearchResult) -> tuple[str, ...]:
-    """What more memory would buy, cheapest first: `"+6.0 GB admits …, 9 % faster"`; each faster than the one before."""
+    """What more memory would buy, cheapest first: `"+5.6 GiB admits …, 9 % faster"`; each faster than the last."""
     if not result.found:
         return ()
     best = result.found[0]
@@ -71,6 +72,6 @@ def unlocks(result: SearchResult) -> tuple[str, ...]:
             fastest = larger.time.total_seconds
             gain = best.time.total_seconds / fastest - 1
             told.append(
-                f"+{larger.fit.over_bytes / 1e9:.1f} GB admits {larger.candidate.label}, {gain:+.0%} throughput"
+                f"+{format_bytes(larger.fit.over_bytes)} admits {larger.candidate.label}, {gain:+.0%} throughput"
             )
     return tuple(told)

@@ -168,11 +168,11 @@ def legend(names: Sequence[str]) -> Markup:
 def points(found: Sequence[Point]) -> Markup:
     """Time against memory; rings for what does not fit. The axes begin below the least values, not at zero."""
     height, bottom = 340, 300
-    across = _Scale([point.x_bytes for point in found], start=_LEFT, end=WIDTH - 10)
+    across = _Scale([point.x_bytes / 2**30 for point in found], start=_LEFT, end=WIDTH - 10)
     up = _Scale([point.y_seconds for point in found], start=bottom, end=20)
     drawn = [Markup('<path class="axis" fill="none" d="M{0} 8 V{1} H{2}"/>').format(_LEFT, bottom, WIDTH)]
     for value in across.ticks():
-        drawn.append(label(across(value), bottom + 16, f"{value / 1e9:g} GB", anchor="middle"))
+        drawn.append(label(across(value), bottom + 16, f"{value:g} GiB", anchor="middle"))
     for value in up.ticks():
         y = up(value)
         drawn.append(label(_LEFT - 6, y + 4, format_seconds(value), anchor="end"))
@@ -180,7 +180,7 @@ def points(found: Sequence[Point]) -> Markup:
     drawn.append(label(WIDTH, bottom + 34, "memory that a device needs", anchor="end"))
     drawn.append(label(_LEFT + 6, 14, "seconds per step"))
     for point in sorted(found, key=lambda one: one.is_best):
-        x, y = across(point.x_bytes), up(point.y_seconds)
+        x, y = across(point.x_bytes / 2**30), up(point.y_seconds)
         look = ("c0 best" if point.is_best else "c0") if point.fits else "over"
         drawn.append(
             Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}" class="{}" tabindex="0" data-tip="{}"/>').format(

@@ -203,7 +203,7 @@ def _host_row(request: Request) -> tuple[str, str, str]:
     if size is None:
         return "memory of a host", "not known, not looked at", "no usual machine has so many of these devices"
     told = "given" if host is None else f"as in a {host.name}: {host.source}, {host.date}"
-    return "memory of a host", f"{size / 1e9:.1f} GB", told
+    return "memory of a host", format_bytes(size), told
 
 
 def _assumptions(plans: Plans) -> Section:

@@ -275,7 +275,7 @@ def test_nothing_fits_says_by_how_much_and_what_would() -> None:
         plan("llama3-70b", "1x8xA100-40GB", global_batch_size=8, seq=8192)
     text = str(caught.value)
     assert "needs" in text
-    assert "GB more" in text
+    assert "GiB more" in text
 
 
 def test_nothing_fits_with_what_is_fixed_names_the_value_to_free() -> None:
@@ -360,12 +360,12 @@ def test_what_offload_needs_of_a_host_is_planned_and_refused_where_it_is_not_the
     assert step_time(replace(fresh), offloaded).total_seconds > before
     shared = replace(fresh)  # what is kept of one layout does not price the other
     assert step_time(shared, offloaded).total_seconds > step_time(shared, plain).total_seconds == before
-    with pytest.raises(PlanError, match=r"in the memory of one host, which has 150\.0 GB"):
+    with pytest.raises(PlanError, match=r"in the memory of one host, which has 140 GiB"):
         plan("llama2-13b", "1x1xA100-40GB", **asked, fixed="offload=parameters", host_memory_bytes=150e9)
     roomy = {"cluster": "1x2xA100-40GB", "host_memory": "400GB"}
     four = plan("llama2-13b", roomy, global_batch_size=4, seq=512, fixed="offload=optimizer", num_plans=1).best
     assert four.memory.fullest_host_bytes == 2 * four.memory.worst.host_bytes
-    with pytest.raises(PlanError, match=r"which has 80\.0 GB"):
+    with pytest.raises(PlanError, match=r"which has 74\.5 GiB"):
         plan("llama2-13b", {**roomy, "host_memory": "80GB"}, global_batch_size=4, seq=512, fixed="offload=parameters")
     with pytest.raises(PlanError, match="processors, whose memory is the host's"):
         plan("gpt3-125m", "local", global_batch_size=4, precision="fp32", fixed="offload=optimizer")
@@ -413,3 +413,14 @@ def test_what_excludes_each_other_is_told_with_what_would_do(fixed: str, way: st
 def test_a_batch_smaller_than_its_ranks_names_one_batch_that_would_do() -> None:
     with pytest.raises(PlanError, match=r"or a batch of 8 \(1 layout\)"):
         plan("gpt3-1.3b", "1x8xA100", global_batch_size=7, seq=1024, fixed="dp=8")
+
+
+def test_samples_longer_than_a_model_was_made_for_are_planned_with_a_note() -> None:
+    """Rotary positions reach any length, so nothing else says that none of these were learned; tables end."""
+    long, usual = (
+        make_request("llama3-8b", "1x8xH100", global_batch_size=8, seq=seq).job.model.notes for seq in (100_000, 8192)
+    )
+    assert "seq = 100,000, but llama3-8b was made for 8,192 positions" in long[0]
+    assert not any("was made for" in note for note in usual)
+    with pytest.raises(PlanError, match="takes at most 1024 tokens"):
+        make_request("gpt2-xl", "1x8xH100", global_batch_size=8, seq=100_000)

@@ -25,9 +25,9 @@ def test_a_usual_machine_has_the_memory_of_its_data_sheet() -> None:
     assert (given.host_memory_bytes, given.host) == (150e9, None)
     assert make_request("llama2-13b", "1x4xA100-40GB", global_batch_size=8, seq=512).host_memory_bytes is None
     plans = plan("llama2-13b", "1x8xA100-40GB", global_batch_size=8, seq=512, fixed="offload=parameters", num_plans=1)
-    assert any("1099.5 GB, assumed, as in a DGX A100 320GB" in note for note in plans.advice.notes)
+    assert any("1 TiB, assumed, as in a DGX A100 320GB" in note for note in plans.advice.notes)
     assert plans.to_dict()["cluster"]["assumed_host"] == "DGX A100 320GB"
-    with pytest.raises(PlanError, match=r"which has 1099\.5 GB, assumed, as in a DGX A100 320GB .*--host-memory"):
+    with pytest.raises(PlanError, match=r"which has 1 TiB, assumed, as in a DGX A100 320GB .*--host-memory"):
         plan("llama3-70b", "1x8xA100-40GB", global_batch_size=8, seq=512, fixed="offload=parameters", num_plans=1)
 
 

@@ -60,9 +60,11 @@ def test_why_explains_a_layout(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "tp8 pp1" in done.stdout
     assert "s a step" in done.stdout or "needs" in done.stdout
-    done = hybrid_here(*SMALL, "--why", "tp=3", cwd=tmp_path)
-    assert "tp 3 does not divide the 8 devices" in done.stdout
-    assert "tp = 3 does not divide 32 (attention heads)" in done.stdout
+    done = hybrid_here(*SMALL, "--why", "tp=3", "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert "tp 3 does not divide the 8 devices" in told["summary"]
+    assert "tp = 3 does not divide 32 (attention heads)" in told["summary"]
+    assert told["layouts"] == []
     done = hybrid_here(*SMALL, "--why", "tp=1", cwd=tmp_path)
     assert "more: name more of the layout" in done.stdout
     first = done.stdout.splitlines()[0]
@@ -75,10 +77,19 @@ def test_why_explains_a_layout(tmp_path: Path) -> None:
         first,
     ).groups()  # type: ignore[union-attr]
     assert float(share) == pytest.approx(100 * (float(slow) / float(fast) - 1), abs=0.5)
+    done = hybrid_here(*SMALL, "--why", ",", cwd=tmp_path)
+    assert (done.returncode, "expected name=value" in done.stderr) == (2, True)
     for option, value in (("--out", "strategy.yaml"), ("--best", "3")):
         done = hybrid_here(*SMALL, "--why", "tp=1", option, value, cwd=tmp_path)
         assert done.returncode == 2
         assert "leave one of them out" in done.stderr
+
+
+def test_a_file_that_would_become_a_folder_is_refused(tmp_path: Path) -> None:
+    done = hybrid_here(*SMALL, "--out", "strategy.txt", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "written as .yaml or .json" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_bad_input_is_one_list_without_a_traceback(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import hybrid
 from hybrid.contracts.partition import partition_bucket
+from hybrid.dry.models import dry_model
 from hybrid.dry.rank_run import _add_steps
 from hybrid.dry.values import Untouched
 from hybrid.errors import BatchError, HybridError, ModelError, PlanError, StrategyError
@@ -341,3 +342,9 @@ def test_gradients_that_never_meet_are_not_counted_together(name: str) -> None:
     assert any("between_backwards" in figure.what for figure in rank.comparison)
     assert not rank.differences
     assert not rank.notes
+
+
+def test_samples_longer_than_a_model_was_made_for_run_dry_with_a_note() -> None:
+    """As they are planned."""
+    assert any("was made for 8,192 positions" in note for note in dry_model("llama3-8b", seq=8200).notes)
+    assert not dry_model("llama3-8b", seq=8192).notes
