@@ -18,6 +18,7 @@ from hybrid.planner.model_spec import ActivationBytes, ParameterSpec, Recompute,
 __all__ = ["ActivationTable", "RankActivations", "num_tokens"]
 
 _NOTHING = ActivationBytes()
+_MOST_INT64 = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,4 +331,8 @@ def _cutting(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _most(rows: Rows, weights: Sequence[int]) -> int:
-    return int((rows @ np.array(weights, np.int64)).max()) if len(rows) else 0
+    if not len(rows):
+        return 0
+    # Micro-batches of billions of samples keep more bytes than 64 bits count.
+    is_small = max(weights) * len(weights) * int(rows.max()) < _MOST_INT64
+    return int((rows @ np.array(weights, np.int64 if is_small else object)).max())

@@ -424,3 +424,8 @@ def test_samples_longer_than_a_model_was_made_for_are_planned_with_a_note() -> N
     assert not any("was made for" in note for note in usual)
     with pytest.raises(PlanError, match="takes at most 1024 tokens"):
         make_request("gpt2-xl", "1x8xH100", global_batch_size=8, seq=100_000)
+
+
+def test_the_largest_batch_is_planned() -> None:
+    """What micro-batches of a hundred million samples keep is more bytes than 64 bits count."""
+    assert plan("llama3-8b", "1x8xH100", global_batch_size=10**9).best.candidate.micro_batch_size < 1000
