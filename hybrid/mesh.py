@@ -13,6 +13,7 @@ from hybrid import cpu_products
 from hybrid.collectives.group import Group
 from hybrid.collectives.ops import all_gather_object
 from hybrid.collectives.process_groups import (
+    connect,
     end_default_group,
     end_unused_groups,
     forget_ended_groups,
@@ -89,9 +90,14 @@ class Mesh:
             key = frozenset(axes)
             if key in self._groups:
                 continue
+            made = []
             for ranks in self.layout.groups(axes):
                 if len(ranks) > 1 and ranks not in self._process_groups:
                     self._process_groups[ranks] = self._new_process_group(ranks, self.backend)
+                    made.append(ranks)
+            for ranks in made:
+                if self.rank in ranks and self.backend == "nccl":
+                    connect(self._process_groups[ranks], self.device)
             order = {name: place for place, name in enumerate(self.layout.axis_names)}
             label = "+".join(sorted(key, key=lambda axis: order.get(axis_name(axis), -1)))
             self._groups[key] = self._make_group(self.group_ranks(*axes), label)
@@ -171,10 +177,25 @@ def meet_neighbours(world: Group) -> tuple[dict[int, Neighbour], list[set[int]]]
 
 
 def _device(backend: str, rank: int) -> torch.device:
+    """This rank's: what the caller has bound the default group to, or made the current one; else by LOCAL_RANK."""
     if backend != "nccl":
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
-    device = torch.device("cuda", local_rank)
+    seen = torch.cuda.device_count()
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    if bound is not None and bound.index is not None:
+        index = bound.index
+    elif current != 0 or seen == 1:  # alone, it is what CUDA_VISIBLE_DEVICES leaves to this process
+        index = current
+    else:
+        index = int(os.environ.get("LOCAL_RANK", rank % seen))
+    if index >= seen:
+        raise LaunchError(
+            f"LOCAL_RANK is {index}, and this process sees {seen} accelerators: call torch.cuda.set_device with the "
+            "one of this rank before init_process_group, or let each process see all of its machine "
+            "(CUDA_VISIBLE_DEVICES)"
+        )
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -114,11 +114,13 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float = 60,
     group_timeout_seconds: float | None = None,
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `function(*args, **kwargs)` on every rank of a gloo world; the return values by rank.
+    """Run `function(*args, **kwargs)` on every rank of a world; the return values by rank.
 
-    `group_timeout_seconds` is the timeout of the default process group. Raises RankFailure.
+    `group_timeout_seconds` is the timeout of the default process group. With `backend` "nccl" each rank takes the GPU
+    of its number. Raises RankFailure.
     """
     environments = [
         {
@@ -135,6 +137,7 @@ def run_ranks(
         meeting = _Meeting(
             path=f"{folder}/store",
             timeout_seconds=timeout_seconds if group_timeout_seconds is None else group_timeout_seconds,
+            backend=backend,
         )
         reports = _run(function, environments, args, kwargs, timeout_seconds, meeting)
     if any(report.failed for report in reports):
@@ -167,6 +170,7 @@ class _Meeting:
 
     path: str
     timeout_seconds: float
+    backend: str
 
 
 # -- the parent -------------------------------------------------------------------------------------------------
@@ -319,8 +323,10 @@ def _rank_main(
 
 def _join_world(meeting: _Meeting) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if meeting.backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        meeting.backend,
         store=dist.FileStore(meeting.path, world_size),
         rank=rank,
         world_size=world_size,

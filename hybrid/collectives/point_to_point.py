@@ -9,7 +9,9 @@ order in which they use what they exchange.
 A message belongs to an *epoch* (a step). Who has begun one drops what comes from earlier ones: a step that was left by
 an exception leaves messages behind, which must not be taken for those of the next.
 
-On NCCL the headers go over a gloo group beside it, since the host must read them.
+On NCCL the headers go over a gloo group beside it, since the host must read them, and nothing keeps the host until the
+device has come so far: tensors all travel apart from their header, as bytes (NCCL does not know every dtype), and a
+wait is the current stream's.
 """
 
 from __future__ import annotations
@@ -159,6 +161,16 @@ def _pickled(value: Any, *, to: str) -> bytes:
     return file.getvalue()
 
 
+class _OnDevice:
+    """A transfer of NCCL's. Given a time, its own `wait` would keep the host until the device has come so far."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta) -> None:
+        self._work.wait()
+
+
 class Stream:
     """What this process and one peer send each other over one group.
 
@@ -175,6 +187,8 @@ class Stream:
         self._headers = headers.process_group
         self._peer = peer
         self._device = device
+        self._is_nccl = group.backend == "nccl"
+        self._inline_bytes = 0 if self._is_nccl else _INLINE_BYTES
         self._posted: tuple[dist.Work, torch.Tensor] | None = None
         self._under_way: deque[_Sent] = deque()
         self._early: dict[Hashable, tuple[Any, list[torch.Tensor]]] = {}
@@ -210,7 +224,7 @@ class Stream:
         inside: list[torch.Tensor] = []
         for tensor in tensors:
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-            small = flat.numel() * flat.element_size() <= _INLINE_BYTES and len(tensors) <= 2
+            small = flat.numel() * flat.element_size() <= self._inline_bytes and len(tensors) <= 2
             raw = (flat.cpu().view(torch.uint8).numpy().tobytes() if flat.numel() else b"") if small else None
             place = NOWHERE if small else self._lay_out(flat)
             leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, raw, place))
@@ -248,7 +262,7 @@ class Stream:
 
     def _start(self, call: Call, buffer: torch.Tensor) -> Sending:
         interposer = get_interposer()
-        start = partial(self._launch, "send to", partial(send, buffer, self._data, self._peer, _DATA_TAG))
+        start = partial(self._transfer, "send to", send, buffer)
         return start() if interposer is None else interposer.send(call, start)
 
     def confirm(self, key: Hashable) -> None:
@@ -337,8 +351,7 @@ class Stream:
                 if leaf.place != NOWHERE:
                     self._take(leaf.place, tensor.view(-1))
                     continue
-                start = partial(receive, tensor.view(-1), self._data, self._peer, _DATA_TAG)
-                works.append(self._launch("receive from", start))
+                works.append(self._transfer("receive from", receive, tensor.view(-1)))
         self.post()  # the one after it may come while this one is used
         for work in works:
             self._wait(work, "receive from")
@@ -348,6 +361,23 @@ class Stream:
         near, group = self._group.near[self._peer], self._group
         near.copy(place, into)
         near.has_read(place, reader=group.rank)
+
+    def connect(self) -> None:
+        """Make what NCCL sends over, with the peer. *Collective* of the two.
+
+        It would be made by the first transfer, which keeps the host until the peer has come to the same one: where each
+        of two ranks sends to the other first, for ever.
+        """
+        if self._is_nccl:
+            token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            is_first = self._group.rank < self._peer
+            self._wait(self._transfer("send to", send if is_first else receive, token), "send to")
+
+    def _transfer(self, what: str, way: Callable[..., dist.Work], flat: torch.Tensor) -> Sending:
+        """Start to send or to receive the elements of a tensor."""
+        raw = flat.view(torch.uint8) if self._is_nccl else flat
+        work = self._launch(what, partial(way, raw, self._data, self._peer, _DATA_TAG))
+        return _OnDevice(work) if self._is_nccl else work
 
     def _launch(self, what: str, start: Callable[[], dist.Work]) -> dist.Work:
         """Start a transfer; gloo refuses at once where it knows that the peer is gone."""
@@ -384,7 +414,9 @@ AnyStream: TypeAlias = Stream | DryStream
 
 
 def open_stream(group: Group, *, headers: Group, peer: int, device: torch.device) -> AnyStream:
-    """The stream to a peer of this group; arguments as `Stream` takes them."""
+    """The stream to a peer of this group; arguments as `Stream` takes them. *Collective* of the two."""
     if group.backend == DRY:
         return DryStream(group, peer=peer)
-    return Stream(group, headers=headers, peer=peer, device=device)
+    stream = Stream(group, headers=headers, peer=peer, device=device)
+    stream.connect()
+    return stream

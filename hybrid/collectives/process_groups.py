@@ -12,6 +12,7 @@ import weakref
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from hybrid.collectives.autograd import forget_groups, held_by_others
@@ -20,7 +21,7 @@ from hybrid.collectives.group import Group
 from hybrid.collectives.handle import forget_calls, forget_history
 from hybrid.collectives.ops import all_gather_object
 
-__all__ = ["end_default_group", "end_unused_groups", "forget_ended_groups", "make_process_group"]
+__all__ = ["connect", "end_default_group", "end_unused_groups", "forget_ended_groups", "make_process_group"]
 
 
 class _Made(NamedTuple):
@@ -69,6 +70,15 @@ def make_process_group(
     group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
     _current().made.append(_Made(weakref.ref(user), group, of_model))
     return group
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make the communicator of a group of NCCL's. *Collective* over the group.
+
+    It would be made by the first collective, which keeps the host until every rank of the group has come to its own: in
+    the middle of a step, where ranks meet in groups over several axes, they may wait for each other in a ring.
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def end_unused_groups(world: Group, *, of_models: bool = False) -> None:

@@ -16,8 +16,9 @@ import torch
 
 from hybrid.collectives import ops
 from hybrid.errors import BatchError
+from hybrid.precision.tree import map_tensors
 
-__all__ = ["check_same_batch", "num_samples", "num_tokens", "split_batch"]
+__all__ = ["check_same_batch", "num_samples", "num_tokens", "on_device", "split_batch"]
 
 
 # What means the same in every micro-batch, and goes there as it is.
@@ -34,6 +35,14 @@ def _leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, torch.Tensor
     elif isinstance(batch, list | tuple):
         for position, value in enumerate(batch):
             yield from _leaves(value, f"{path}[{position}]")
+
+
+def on_device(pieces: list[Any], device: torch.device) -> list[Any]:
+    """The same micro-batches with their tensors on the rank's device; on the CPU the same objects."""
+    if device.type == "cpu":
+        return pieces
+    # From pinned memory the copy runs beside the host; from any other, torch returns when it has been read.
+    return [map_tensors(piece, lambda tensor: tensor.to(device, non_blocking=True)) for piece in pieces]
 
 
 def _cut(batch: Any, start: int, end: int, total: int, path: str = "batch") -> Any:

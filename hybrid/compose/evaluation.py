@@ -21,7 +21,7 @@ from torch import nn
 
 from hybrid.collectives import ops
 from hybrid.compose import context
-from hybrid.compose.batch import num_samples, split_batch
+from hybrid.compose.batch import num_samples, on_device, split_batch
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.even_batches import borrowed, check_same_group, everyones
 from hybrid.compose.label_counts import NUM_LABEL_SUMS, uneven_labels
@@ -171,7 +171,7 @@ def _cut(runtime: Runtime, batch: Any) -> list[Any]:
     size, total = runtime.strategy.micro_batch_size, num_samples(batch)
     steps = runtime.strategy.accumulate_steps if size is None else -(-total // size)
     pieces = split_batch(batch, accumulate_steps=max(steps, 1), micro_batch_size=size, training=False)
-    return [piece for piece in pieces if num_samples(piece) > 0]
+    return on_device([piece for piece in pieces if num_samples(piece) > 0], runtime.engine.device)
 
 
 def _first_sample(piece: Any) -> Any:

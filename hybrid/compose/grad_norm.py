@@ -157,7 +157,10 @@ def _power_sum(engine: ShardingEngine, norm_type: float, *, applies_scale: bool)
 
 def _magnitude(bucket: Bucket) -> torch.Tensor:
     """|pending factor| of a settled gradient, as an fp64 tensor on its device."""
-    return torch.as_tensor(bucket.scale, dtype=torch.float64, device=bucket.data.device).abs()
+    scale, device = bucket.scale, bucket.data.device
+    if isinstance(scale, torch.Tensor):
+        return scale.to(device, torch.float64).abs()
+    return torch.full((), abs(scale), dtype=torch.float64, device=device)  # a copy to CUDA would keep the host
 
 
 def _largest(engine: ShardingEngine) -> torch.Tensor:

@@ -90,7 +90,9 @@ def add_loss(output: Any, micro_batch: Any, totals: torch.Tensor, loss_reduction
             totals[-NUM_LABEL_SUMS:] += label_sums(micro_batch, samples, device=totals.device)
     totals[:4] += torch.stack(
         [
-            torch.as_tensor(v, dtype=torch.float64, device=totals.device)
+            v.to(totals)
+            if isinstance(v, torch.Tensor)
+            else torch.full((), v, dtype=totals.dtype, device=totals.device)  # a copy to CUDA would keep the host
             for v in (loss_sum.detach(), weight, samples, tokens)
         ]
     )

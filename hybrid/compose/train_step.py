@@ -19,7 +19,7 @@ from torch import nn
 
 from hybrid.collectives import ops
 from hybrid.collectives.ranges import RangeKind, named_range
-from hybrid.compose.batch import num_samples, split_batch
+from hybrid.compose.batch import num_samples, on_device, split_batch
 from hybrid.compose.context import DATA_AXES
 from hybrid.compose.label_counts import NUM_LABEL_SUMS, check_even_labels, check_item_count
 from hybrid.compose.loss_scale import record_overflow, unscale_gradients
@@ -106,6 +106,7 @@ def train_batch(
     micro_batches = split_batch(
         batch, accumulate_steps=strategy.accumulate_steps, micro_batch_size=strategy.micro_batch_size
     )
+    micro_batches = on_device(micro_batches, runtime.engine.device)
     totals = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=runtime.engine.device)
     _check_samples_everywhere(runtime, micro_batches)
     totals[4] = float(reducer.dropped_by_hand)
@@ -183,6 +184,7 @@ def eval_batch(
             micro_batch_size=strategy.micro_batch_size,
             training=False,
         )
+        pieces = on_device(pieces, runtime.engine.device)
         _check_samples_everywhere(runtime, pieces)
         if runtime.stages is not None:
             evaluate_pipeline(runtime, pieces, loss_fn, totals)

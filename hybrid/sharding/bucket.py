@@ -186,7 +186,10 @@ class Bucket(BucketGradients):
 
     def take_edits_from_data(self) -> None:
         """`take_own_from_data`, if anything was written since the buffer was gathered."""
-        if self.cut is not None and not same_bits(self.data[self.low : self.high], self.cut):
+        if self.cut is None:
+            return
+        # On CUDA to ask would keep the host until the unit has computed; there what was not written is taken again.
+        if self.data.is_cuda or not same_bits(self.data[self.low : self.high], self.cut):
             self.take_own_from_data()
 
     def store(self, position: int, value: torch.Tensor) -> None:
