@@ -173,8 +173,24 @@ class StateTable:
                 if planned.is_lent
                 for bucket in self._buckets.cut([planned], candidate, shard)
             ]
-            self._known[key] = self._count(self._planning(look, candidate), candidate, shard, lent)
+            planning = self._planning(look, candidate)
+            self._known[key] = self._count(planning, candidate, shard, lent, borrows=self._borrows(look))
         return self._known[key]
+
+    def _borrows(self, look: ChunkLook) -> int:
+        """How often in a forward and a backward what a chunk borrows is gathered.
+
+        A layer without anything else reads it once, and it stays whole; one with parameters of its own is a unit.
+        """
+        units = self._model.units
+        borrowing = {self._owner(at, units[at].parameters[index], is_cut=True) for at, index in look.borrowed}
+        own = {
+            self._owner(at, parameter, is_cut=True)
+            for at in {at for at, _ in look.borrowed}
+            for index, parameter in enumerate(units[at].parameters)
+            if (at, index) not in look.borrowed
+        }
+        return 2 if borrowing & own else 1
 
     def _planning(self, look: ChunkLook, candidate: Candidate) -> Planning:
         is_split = candidate.zero_stage == 3
@@ -244,7 +260,7 @@ class StateTable:
     # -- bytes --------------------------------------------------------------------------------------------
 
     def _count(
-        self, planning: Planning, candidate: Candidate, shard: int | None, borrowed: Sequence[Bucket]
+        self, planning: Planning, candidate: Candidate, shard: int | None, borrowed: Sequence[Bucket], *, borrows: int
     ) -> StateBytes:
         precision, optimizer = self._precision, self._optimizer
         buckets = self._buckets.cut(planning.trained, candidate, shard)
@@ -285,7 +301,7 @@ class StateTable:
             is_cut = any(b.num_shards > 1 for b in borrowed) or candidate.offload == "parameters"
             lent = is_cut * sum(bucket.whole * self._widths(bucket.planned.is_norm)[0] for bucket in borrowed)
             gathered = self._buckets.most_gathered(cut) + lent
-            gathered_again = self._buckets.gathered_again(cut) + lent
+            gathered_again = self._buckets.gathered_again(cut) + lent * borrows
             gathered_run = sum(bucket.whole * self._widths(bucket.planned.is_norm)[0] for bucket in cut) + lent
         counters = 4 * slices if optimizer.name in _COUNTING else 0
         return StateBytes(

@@ -189,6 +189,11 @@ _WALKED["opt"] = {
 }
 _ODD: dict[str, dict[str, Any]] = {
     "short opt": {**_WALKED["opt"], "num_hidden_layers": 3, "tie_word_embeddings": False, "vocab_size": 4096},
+    "bert": {
+        **{"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4},
+        **{"intermediate_size": 400, "vocab_size": 64, "max_position_embeddings": 64},
+        "architectures": ["BertForMaskedLM"],
+    },
     "short gpt2": {**_WALKED["gpt2"], "n_layer": 2, "vocab_size": 64},
     "one block": {**_WALKED["gpt2"], "n_layer": 1, "vocab_size": 4096},
     "untied gemma": {**_WALKED["gemma"], "num_hidden_layers": 2, "tie_word_embeddings": False, "vocab_size": 4096},
@@ -282,6 +287,7 @@ _WALK: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         _offloaded(_layout(3, 1, 1, share=8), "parameters"),
     ),
+    "stage 3 x a V, a layer with weights of its own borrows one": ("bert", _layout(3, 1, 2, schedule="zbv")),
     "pipeline, tokens and positions sent before they are added": (
         "short gpt2",
         {**_layout(0, 1, 4), **_PRECISE},
