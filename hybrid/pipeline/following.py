@@ -25,6 +25,7 @@ from hybrid.errors import ModelError
 from hybrid.pipeline.attributes import Attributes, check_around
 from hybrid.pipeline.boundary import full_cache
 from hybrid.pipeline.chance import Chance, python_generators
+from hybrid.pipeline.derivatives import check_no_transform, derivative_taken
 from hybrid.pipeline.fake_call import fake_input, run_without_values
 from hybrid.pipeline.fast_paths import slow_paths
 from hybrid.pipeline.flow import Call, Flow, Place, ValueSize
@@ -50,7 +51,7 @@ _WAY = "Write the model as a hybrid.PipelineLayer, or set pipeline_configs.degre
 # Forwards that are looked at where random numbers decide: a layer that is dropped one time in ten is dropped in one.
 _DRAWS = 16
 _CPU = torch.device("cpu")
-# Operations whose result is a number or a shape that only the values tell.
+# Of these the result is a number or a shape that only the values tell.
 _DECIDES = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
 
 
@@ -137,17 +138,18 @@ class Following:
         except (ModelError, BufferWritten):
             raise
         except Exception as error:
+            what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise ModelError(
-                f"the forward of the {type(self.skeleton).__name__} cannot be run with the sample on tensors without "
-                f"values ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); a sample is what the model "
-                f"is called with: a dict of its arguments, a tuple of them, or one. If it runs on one process: {_WAY}"
+                derivative_taken(error, state.last())
+                or f"the forward of the {type(self.skeleton).__name__} cannot be run with the sample on tensors "
+                f"without values ({what}); a sample is what the model is called with: a dict of its arguments, a tuple "
+                f"of them, or one. If it runs on one process: {_WAY}"
             ) from error
         finally:
             self._state = None
             self._chance_decides = state.chance.decides or python_generators() != generators
             attributes.end()
-        written = attributes.changed_around() & attributes.buffers_around()
-        if written:
+        if written := attributes.changed_around() & attributes.buffers_around():
             raise BufferWritten(".".join(part for part in min(written) if part))
         attributes.check_read()
         returns = type(output).__name__ if isinstance(output, tuple | list) and not hasattr(output, "loss") else ""
@@ -157,6 +159,7 @@ class Following:
         state = self._state
         if state is None or state.inside:  # a unit that runs inside another one is part of that
             return own(*args, **kwargs)
+        check_no_transform(name)
         checkpoints = checkpoints_around()
         if checkpoints is not None and checkpoints.is_reentrant:
             raise ModelError(
@@ -275,7 +278,7 @@ class _Forward(shims.TorchDispatchMode):
             )
         if memory not in self._sources and is_fake(tensor):
             raise ModelError(
-                f"a tensor of shape {tuple(tensor.shape)} leaves {self._last()!r} by another way than what it returns "
+                f"a tensor of shape {tuple(tensor.shape)} leaves {self.last()!r} by another way than what it returns "
                 "(an attribute, a hook that records it, as output_hidden_states, output_attentions and "
                 "output_router_logits of transformers do), and the forward of the model reads it: the other stages of "
                 "a pipeline do not get it. Switch that off, or return the tensor"
@@ -442,5 +445,5 @@ class _Forward(shims.TorchDispatchMode):
             f"parameter {first!r}" if isinstance(first, str) else f"a value that {self.calls[first[0]].unit!r} returns"
         )
 
-    def _last(self) -> str:
+    def last(self) -> str:
         return self.calls[-1].unit if self.calls else "the model"

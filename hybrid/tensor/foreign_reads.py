@@ -3,8 +3,9 @@
 A layer that is cut computes with this rank's part of its weight, and what comes out is joined. Other code that reads
 the weight (a head by `F.linear` over the embedding's weight, a penalty on a norm) gets the part as well, and nobody
 joins anything: each rank would train with another loss. So parameters that are cut are `CutParameter`s, and the
-backward that would bring them a gradient from elsewhere than a layer that is cut is refused. Nothing is watched inside
-such a layer (`own_use`), so what is not refused costs nothing.
+backward that would bring them a gradient from elsewhere than a layer that is cut is refused. A product with one is
+refused where it runs: what comes of that is of no use. Nothing is watched inside such a layer (`own_use`), so what is
+not refused costs nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn import functional
 
 from hybrid import shims
 from hybrid.cpu_products import count_as_plain
@@ -34,6 +36,16 @@ _NO_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 # What no gradient comes of; these are called some times per step for each parameter.
 _FREE = METADATA_CALLS | {getattr(torch.Tensor, "grad").__set__}  # noqa: B009
+
+# Who calls one of these with a weight computes as a layer does.
+_PRODUCTS: frozenset[Any] = frozenset(
+    {
+        *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.mv, torch.einsum, torch.tensordot),
+        *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "mv")),
+        *(functional.linear, functional.bilinear, functional.conv1d, functional.embedding, functional.embedding_bag),
+        *(functional.multi_head_attention_forward, functional.scaled_dot_product_attention),
+    }
+)
 
 SetClass = Callable[[nn.Parameter, type[nn.Parameter]], None]
 
@@ -62,6 +74,8 @@ class CutParameter(nn.Parameter):
         theirs = tuple(kind for kind in types if kind not in (cls, nn.Parameter, torch.Tensor))
         if func in _FREE or _running.layers or shims.in_backward():
             return _plainly(func, theirs, args, kwargs)
+        if func in _PRODUCTS:
+            _refuse_product(args, kwargs)
         if not torch.is_grad_enabled():
             _refuse_functions()
             return _plainly(func, theirs, args, kwargs)
@@ -99,7 +113,22 @@ def own_use(*values: object) -> AbstractContextManager[object]:
     """
     if torch.compiler.is_compiling():
         return nullcontext()
+    if shims.in_function_transform() or shims.in_forward_mode():
+        _refuse_transform(values)
     return shims.plain_tensors() if _UNASKED.issuperset(map(type, values)) else _counted()
+
+
+def _refuse_transform(values: Sequence[object]) -> NoReturn:
+    """Raises ModelError: a layer runs inside torch.func, or in forward mode."""
+    fqn, degree = next((_watched[id(value)] for value in values if id(value) in _watched), ("", 0))
+    layer = fqn.rpartition(".")[0]
+    what = f"layer {layer!r} is cut over {degree} tensor-parallel ranks" if layer else "a layer is cut over tp ranks"
+    raise ModelError(
+        f"{what}, and runs inside torch.func (vmap, grad, jacrev, jvp) or in forward mode ({_place()}), which cannot "
+        "transform the messages between the ranks. For derivatives use torch.autograd.grad(..., create_graph=True), "
+        "instead of vmap a dim for the batch; or leave the layer whole by tensor_parallel_configs['plan'] = "
+        f"{{{layer or 'layer'!r}: 'replicated'}} (a column layer and its row layer together)"
+    )
 
 
 @contextmanager
@@ -172,6 +201,13 @@ def _refuse_gradient(output: torch.Tensor, given: Iterable[torch.Tensor], before
 
 def _raise(error: str, gradient: torch.Tensor) -> None:
     raise ModelError(error)
+
+
+def _refuse_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ModelError: a product with a watched parameter."""
+    for tensor in _tensors_in((*args, *kwargs.values())):
+        if id(tensor) in _watched:
+            raise ModelError(_error(*_watched[id(tensor)], place=_place()))
 
 
 def _refuse_functions() -> None:

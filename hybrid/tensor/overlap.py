@@ -19,6 +19,7 @@ import torch
 from hybrid.collectives.autograd import copy_to, gather_from, reduce_from, start_all_reduce, start_reduce_scatter
 from hybrid.collectives.group import Group
 from hybrid.cpu_products import matrix_product
+from hybrid.errors import ModelError
 from hybrid.gradient_sinks import Sink, sink_for, write_product
 from hybrid.tensor.entry import autocast_dtype
 from hybrid.weight_gradients import PutOff, Rows, linear, weight_gradient
@@ -112,7 +113,7 @@ def _differentiable(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor | None, 
     options: _Options = ctx.options
     tensor, weight = ctx.saved_tensors
     if options.sequence_dim is not None:
-        raise RuntimeError(
+        raise ModelError(
             "a column-parallel layer under sequence parallel has no second derivative: it keeps the gathered input, "
             "which is no longer part of the graph. Turn sequence_parallel off for gradient penalties"
         )

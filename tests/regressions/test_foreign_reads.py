@@ -179,6 +179,35 @@ def check_later() -> None:
         hybrid.shutdown()
 
 
+def scores(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return functional.linear(hidden, model.embed_tokens.weight)
+
+
+def by_vmap(model: Any, hidden: torch.Tensor) -> Any:
+    return torch.func.vmap(model.layers[0])(hidden)
+
+
+def by_jvp(model: Any, hidden: torch.Tensor) -> Any:
+    return torch.func.jvp(model.layers[0], (hidden,), (torch.ones_like(hidden),))[1]
+
+
+def by_grad(model: Any, hidden: torch.Tensor) -> Any:
+    return torch.func.grad(lambda x: model.layers[0](x).sum())(hidden)
+
+
+def check_at_once() -> None:
+    """What torch, or a loss on scores of half the vocabulary, would end with before a backward comes."""
+    transforms = "'layers.0.fc1' is cut over 2 .* inside torch.func .*; or leave the layer whole"
+    for head, words in ((scores, "computes with it"), *((one, transforms) for one in (by_vmap, by_jvp, by_grad))):
+        strategy = hybrid.DistributedStrategy(timeout_seconds=20, tensor_parallel=True)
+        strategy.tensor_parallel_configs = {"degree": 2, "verify": False}
+        model = hybrid.distributed_model(Net(head), strategy=strategy)
+        ids = torch.zeros(2, 3, dtype=torch.long)
+        with torch.set_grad_enabled(head is not scores), pytest.raises(hybrid.ModelError, match=words):
+            model(ids)
+        hybrid.shutdown()
+
+
 def check_elsewhere(*, pipeline: bool, compiled: bool) -> None:
     strategy = hybrid.DistributedStrategy(timeout_seconds=4, tensor_parallel=True)
     strategy.tensor_parallel_configs = {"degree": 2, "plan": {"*.fc1": "colwise", "*.fc2": "rowwise"}}
@@ -211,6 +240,12 @@ def test_computing_with_a_part_of_a_weight_is_refused() -> None:
 
 def test_other_reads_of_a_cut_weight_are_free() -> None:
     run_ranks(check_free_again, 2)
+
+
+def test_products_and_transforms_are_refused_where_they_run() -> None:
+    """A head by `F.linear` ended in an IndexError of the loss, or in evaluation in scores of a part of the vocabulary;
+    torch.func in what torch says of autograd functions."""
+    run_ranks(check_at_once, 2)
 
 
 def test_it_is_refused_at_any_time() -> None:

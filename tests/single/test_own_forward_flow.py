@@ -432,6 +432,17 @@ class Local(Blocks):
         return output[0] if isinstance(output, tuple) else output
 
 
+class Mapped(Blocks):
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        return torch.func.vmap(block)(x) if place == 1 else block(x)
+
+
+class Differentiating(Blocks):
+    def between(self, place: int, x: torch.Tensor, block: nn.Module) -> Any:
+        y = block(x)
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0] if place == 1 else y
+
+
 REFUSED: dict[str, tuple[type[Blocks], Any, str]] = {
     "no-sample": (Blocks, None, "Blocks by its own forward, and needs a sample.*sample=.*PipelineLayer.*degree = 1"),
     "decides-by-values": (Deciding, X, "'blocks.1' returns decides how the forward.*PipelineLayer"),
@@ -441,6 +452,8 @@ REFUSED: dict[str, tuple[type[Blocks], Any, str]] = {
     "writes-its-input": (Overwriting, X.clone(), "'blocks.0' writes into a tensor that it is given.*x = x \\+ y"),
     "cache": (Cached, X, "a cache of 5 positions.*use_cache = False"),
     "object": (Hiding, X, "'blocks.1' is given a SimpleNamespace that holds tensors.*dataclass"),
+    "maps": (Mapped, X, "calls 'blocks.1' inside torch.func .*into one module"),
+    "differentiates": (Differentiating, X, "takes a gradient .* through 'blocks.1'.*into one module"),
     "cannot-be-sent": (Local, X, "of what 'blocks.1' returns: .* cannot be sent: Can't pickle.*dataclasses"),
     "writes-a-parameter": (Training, X, "writes parameter 'scale'"),
     "writes-a-buffer": (Counted, X, "writes buffer 'count' outside of its units"),
