@@ -8,7 +8,7 @@ from hybrid.collectives import ops
 from hybrid.compose.optimizer_alike import comparable_options
 from hybrid.compose.runtime import Runtime
 from hybrid.errors import OptimizerError
-from hybrid.sharding.optimizer_state import SliceState
+from hybrid.sharding.slice_state import SliceState
 
 __all__ = ["drop_elsewhere"]
 

@@ -8,8 +8,6 @@ the slices.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,10 +23,11 @@ from hybrid.sharding.bucket import Bucket
 from hybrid.sharding.engine import ShardingEngine
 from hybrid.sharding.offloaded_bucket import OffloadedBucket
 from hybrid.sharding.optimizer_kind import Scope, known_scope
+from hybrid.sharding.slice_state import SliceState
 from hybrid.sharding.state_precision import in_precision
 from hybrid.sharding.tensors import tensors_in
 
-__all__ = ["MASTER", "OptimizerShards", "Shard", "SliceState", "own_copy"]
+__all__ = ["MASTER", "OptimizerShards", "Shard", "own_copy"]
 
 MASTER = "master"  # the key of a low-precision parameter's fp32 master beside the optimizer's own (exp_avg, ...)
 
@@ -392,49 +391,3 @@ class OptimizerShards:
 def own_copy(value: Any) -> Any:
     """A value of the state that shares no memory with the given one."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-class SliceState(defaultdict[Any, Any]):
-    """An optimizer's state, whose keys are slices.
-
-    Asked for one of the model's own parameters, it answers with the state of the slice if that is the whole parameter,
-    and refuses else: an empty answer would be taken for a parameter that was never stepped.
-    """
-
-    def __init__(self, shards: OptimizerShards, state: Mapping[Any, Any]) -> None:
-        super().__init__(dict, state)
-        self._shards = weakref.ref(shards)
-
-    def _slice_of(self, parameter: Any) -> nn.Parameter | None:
-        """The slice that is one of the model's own parameters as a whole; None for any other key.
-
-        Raises:
-            OptimizerError: a parameter of which this rank has a part, or nothing.
-        """
-        shards = self._shards()
-        shard = None if shards is None else shards.shard_of(parameter)
-        if shard is None:
-            return None
-        if shard.tensor is None or shard.tensor.shape != parameter.shape:
-            part = shard.part
-            owned = "no element of it" if part is None else f"elements {part.start} to {part.stop}"
-            raise OptimizerError(
-                f"the optimizer's state of {shard.fqn!r} is cut over the ranks, and this one has that of {owned}: read "
-                f"optimizer.state_dict()['state'][{shard.fqn!r}], or optimizer.full_state_dict() for all of it"
-            )
-        return shard.tensor
-
-    def __missing__(self, key: Any) -> Any:
-        part = self._slice_of(key)
-        return super().__missing__(key) if part is None else self[part]
-
-    def __contains__(self, key: Any) -> bool:
-        return super().__contains__(key) or ((part := self._slice_of(key)) is not None and super().__contains__(part))
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        part = self._slice_of(key)
-        super().__setitem__(key if part is None else part, value)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        part = self._slice_of(key)
-        return super().get(key if part is None else part, default)

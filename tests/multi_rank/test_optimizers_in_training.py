@@ -243,3 +243,39 @@ def check_state() -> None:
 def test_a_look_at_the_state_by_parameter_is_right_or_refused() -> None:
     """Fault: `optimizer.state[p]` of a wrapped optimizer was an empty dict, and became an entry of the state."""
     run_ranks(check_state, 2)
+
+
+def check_forgotten_state() -> None:
+    plain = MatrixNet()
+    plain_optimizer = optim.AdamW(plain.parameters(), lr=0.1)
+    for index in range(4):
+        if index == 2:
+            del plain_optimizer.state[plain[2].weight]
+            plain_optimizer.state.pop(plain[4].weight, None)
+        x, y = batch_of(index)
+        functional.mse_loss(plain(x), y).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    for stage in range(4):
+        with variant(stage=stage) as strategy:
+            model, optimizer = wrap(MatrixNet(), lambda p: optim.AdamW(p, lr=0.1), strategy)
+            run_steps(model, optimizer, range(2))
+            cut = model[2].weight
+            if stage > 0:
+                for change in (lambda s, p: s.pop(p, None), lambda s, p: s.setdefault(p, {})):
+                    with pytest.raises(hybrid.OptimizerError, match=r"'2.weight' is cut .*del optimizer.state\[p\]"):
+                        change(optimizer.state, cut)
+                del optimizer.state[model[4].weight]
+            else:
+                assert optimizer.state.setdefault(cut, {})["step"] == 2
+                assert optimizer.state.pop(model[4].weight, None)["step"] == 2
+                with pytest.raises(KeyError, match=r"4.weight"):
+                    del optimizer.state[model[4].weight]
+            del optimizer.state[cut]
+            run_steps(model, optimizer, range(2, 4))
+            assert_weights(model, weights_of(plain), SEVERAL_STEPS)
+
+
+def test_state_of_a_parameter_that_is_forgotten_begins_anew() -> None:
+    """Fault: `optimizer.state.pop(p, None)` did nothing in silence, `del optimizer.state[p]` was a KeyError."""
+    run_ranks(check_forgotten_state, 2)
