@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from hybrid import __version__
@@ -36,6 +37,8 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cluster": ("hybrid.cli.cluster:commands", {}),
     "checkpoint": ("hybrid.cli.checkpoint:commands", {}),
 }
+# How pydantic names an error about a number -> what is expected.
+_EXPECTED = {"int_": "a whole number", "float_": "a number"}
 _SHORT_HELP = {
     "cluster": "Look at clusters: devices, links, switches, rates.",
     "checkpoint": "Look at checkpoints, check their files, export weights.",
@@ -98,6 +101,22 @@ class _Commands(TyperGroup):
                 f"No such command {args[0]!r}." + (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
             )
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = _what_was_given(error) or error.message
+            raise
+
+
+def _what_was_given(error: typer.BadParameter) -> str | None:
+    """What was given and what is expected, where typer hands on pydantic's words, which do not say what was given."""
+    if not isinstance(error.__cause__, ValidationError):
+        return None
+    first = error.__cause__.errors(include_url=False)[0]
+    expected = next((words for kind, words in _EXPECTED.items() if first["type"].startswith(kind)), None)
+    return None if expected is None else f"got {first['input']!r}, expected {expected}"
 
 
 app = typer.Typer(

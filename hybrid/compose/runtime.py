@@ -101,6 +101,7 @@ class Runtime:
         self.scaler = _make_scaler(strategy, mesh)
         self.profiling = Profiling.asked_for(strategy, mesh)
         self.step_callbacks = StepCallbacks()
+        self.has_trained_batch = False
         engine.reducer.unscaler = self.unscale
         engine.reducer.holds_anywhere = self.holds_anywhere
 

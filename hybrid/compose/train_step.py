@@ -27,6 +27,7 @@ from hybrid.compose.losses import ForwardStep, LossFunction, check_functions, ru
 from hybrid.compose.optimizer import DistributedOptimizer
 from hybrid.compose.pipeline_step import evaluate_pipeline, reduces_after, train_pipeline
 from hybrid.compose.runtime import Runtime
+from hybrid.compose.short_batch import warn_of_short_batch
 from hybrid.errors import BatchError, ModelError, OptimizerError
 
 __all__ = ["NUM_TOTALS", "EvalResult", "StepResult", "eval_batch", "evaluating", "mean_of", "train_batch"]
@@ -101,6 +102,9 @@ def train_batch(
         check_functions("train_batch", loss_fn=loss_fn)
     _check_item_count(runtime, batch, adds_up=not step or runtime.accumulated_weight is not None)
     runtime.check_batch(batch)
+    if step and runtime.accumulated_weight is None:  # over several calls the sizes are those of each call
+        warn_of_short_batch(runtime, batch)
+    runtime.has_trained_batch = True
     scaler = _choose_scaler(runtime, scaler)
     strategy, reducer = runtime.strategy, runtime.engine.reducer
     micro_batches = split_batch(

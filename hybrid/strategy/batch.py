@@ -38,7 +38,7 @@ def solve_batch(choices: Mapping[str, Choice], data_parallel_size: int) -> Batch
     elif micro.value is not None and steps.value is not None:
         problem = _check(micro, steps, total, data)
     elif micro.value is not None:
-        problem = _open(total, (micro,), ("micro_batch_size",), data)
+        problem = _open(total, micro, data)
         if problem is None:
             solved["accumulate_steps"] = replace(
                 steps,
@@ -49,7 +49,7 @@ def solve_batch(choices: Mapping[str, Choice], data_parallel_size: int) -> Batch
     else:
         if steps.value is None:
             steps = solved["accumulate_steps"] = replace(steps, value=1)
-        problem = _open(total, (steps,), ("accumulate_steps",), data)
+        problem = _open(total, steps, data)
         if problem is None:
             solved["micro_batch_size"] = replace(
                 micro,
@@ -76,21 +76,16 @@ def _check(micro: Choice, steps: Choice, total: Choice, data: int) -> str | None
     )
 
 
-def _open(total: Choice, fixed: tuple[Choice, ...], names: tuple[str, ...], data: int) -> str | None:
+def _open(total: Choice, fixed: Choice, data: int) -> str | None:
     """Whether the global batch is a multiple of what is fixed; else the nearest values that are."""
-    unit = data
-    for choice in fixed:
-        unit *= choice.value
+    unit = data * fixed.value
     if total.value % unit == 0:
         return None
     multiples = sorted({max(1, total.value // unit) * unit, (total.value // unit + 1) * unit})
     fixes = [f"{total.where} = {nearest(total.value, multiples)}"]
-    for choice in fixed:
-        if choice.given and total.value % data == 0:
-            options = nearest(choice.value, divisors(total.value // data))
-            fixes.append(f"{choice.where} = {options}")
-    terms = " × ".join(f"{name} {choice.value}" for name, choice in zip(names, fixed, strict=True))
+    if fixed.given and total.value % data == 0:
+        fixes.append(f"{fixed.where} = {nearest(fixed.value, divisors(total.value // data))}")
     return (
-        f"{total.where} = {total.value} is not a multiple of {terms} × data-parallel size {data} = {unit}; "
-        f"works: {'; or '.join(fixes)}"
+        f"{total.where} = {total.value} is not a multiple of {fixed.where} {fixed.value} × data-parallel size {data} = "
+        f"{unit}; works: {'; or '.join(fixes)}"
     )

@@ -72,6 +72,19 @@ def test_a_misspelt_command_names_the_nearest() -> None:
     assert "Did you mean" not in CliRunner().invoke(app, ["xyz"]).output
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("run", "--nproc", "two", "train.py"), "got 'two', expected a whole number"),
+        (("checkpoint", "show", "runs", "--step", "1e3"), "got '1e3', expected a whole number"),
+        (("verify-placement", "map.json", "--timeout", "long"), "got 'long', expected a number"),
+    ],
+)
+def test_what_is_no_number_is_said_with_what_was_given(words: tuple[str, ...], told: str) -> None:
+    """typer hands on pydantic's words: "unable to parse string as an integer"."""
+    assert told in CliRunner().invoke(app, list(words)).output
+
+
 @pytest.mark.parametrize("words", [(), ("cluster",), ("checkpoint",)])
 def test_helps_are_alike(words: tuple[str, ...]) -> None:
     """Groups offered to install completion, which `hybrid` itself does not."""

@@ -373,3 +373,12 @@ def test_files_are_told_apart_and_named(tmp_path: Path) -> None:
     for broken in ({}, {"x": 1}, tmp_path / "absent.json", tmp_path / "ds.txt"):
         with pytest.raises(StrategyError):
             hybrid.import_config(broken)
+
+
+def test_a_key_of_many_sections_names_what_stands_beside_it() -> None:
+    """`enabled` belonged "at" twenty sections."""
+    (problem,) = problems_of(
+        lambda: hybrid.import_config({"zero_optimization": {"stage": 1}, "compile": {"enabled": True}})
+    )
+    assert "known beside it: deepcompile" in problem
+    assert "fp16.enabled" not in problem

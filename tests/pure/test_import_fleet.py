@@ -139,3 +139,15 @@ def test_every_refused_field_is_refused_with_its_reason(path: str) -> None:
     strategy, notes = hybrid.import_config(config, format="fleet", allow_drop=True)
     assert [(note.path, note.kind) for note in notes.keys] == [(path, "dropped")]
     assert strategy == hybrid.DistributedStrategy()
+
+
+def test_what_agrees_is_not_called_off() -> None:
+    """`use_dynamic_loss_scaling = true` was "off", and defaults were not copied where the file gives every value."""
+    given = {"init_loss_scaling": 1024, "incr_every_n_steps": 500, "decr_ratio": 0.25, "use_dynamic_loss_scaling": True}
+    _, notes = hybrid.import_config({"amp": True, "amp_configs": given, "dgc": False})
+    said = {note.path: note.sentence for note in notes.keys}
+    assert said["amp_configs.use_dynamic_loss_scaling"] == "as it is here"
+    assert said["dgc"] == "off"
+    assert not any("not copied" in change for change in notes.changes)
+    _, notes = hybrid.import_config({"amp": True})
+    assert any("init_loss_scaling 65536 where Fleet has 32768" in change for change in notes.changes)

@@ -49,6 +49,10 @@ def test_the_missing_size_follows(given_sizes: dict[str, int], expected: tuple[i
         ({"global_batch_size": 32, "micro_batch_size": 3}, ["= 12", "24 or 36", "micro_batch_size = 2 or 4"]),
         ({"global_batch_size": 3, "micro_batch_size": 1}, ["= 4", "global_batch_size = 4"]),
         ({"global_batch_size": 32, "accumulate_steps": 5}, ["= 20", "20 or 40", "accumulate_steps = 4 or 8"]),
+        (
+            {"global_batch_size": 32, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 5}},
+            ["not a multiple of gradient_merge_configs.k_steps 5 ×", "gradient_merge_configs.k_steps = 4 or 8"],
+        ),
     ],
 )
 def test_sizes_that_contradict_are_refused_with_values_that_work(given_sizes: dict[str, int], words: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import hybrid
 from hybrid.compose.batch import split_batch
 from hybrid.errors import BatchError
 from tests.multi_rank.case_runs import own_part, variant, wrapped
@@ -85,3 +88,23 @@ def check_batch_without_tensors() -> None:
 def test_a_refused_batch_is_not_told_a_way_out_that_is_refused_too() -> None:
     """A batch without tensors was told to return (sum, count), and was refused when it did."""
     run_ranks(check_batch_without_tensors, 2)
+
+
+def short_first_batch() -> list[str]:
+    model = hybrid.distributed_model(nn.Linear(3, 2), strategy=hybrid.DistributedStrategy(global_batch_size=8))
+    optimizer = hybrid.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    told = []
+    for size in (3, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.train_batch((torch.ones(size, 3), torch.ones(size, 2)), optimizer, loss_fn=nn.MSELoss())
+        told += [f"{Path(warning.filename).name}: {warning.message}" for warning in caught]
+    return told
+
+
+def test_a_first_batch_below_the_global_batch_size_is_told() -> None:
+    """It trained in silence with another batch than the strategy's; later ones may be the tail of an epoch."""
+    for told in run_ranks(short_first_batch, 2):
+        assert len(told) == 1
+        assert told[0].startswith(f"{Path(__file__).name}: this rank's first batch has 3 samples")
+        assert "asks for 4 (global_batch_size = 8 over 2 data-parallel ranks)" in told[0]

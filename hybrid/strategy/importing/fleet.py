@@ -61,13 +61,23 @@ def _one(kind: type[Settings], key: Any, name: str, value: Any, draft: Draft) ->
             same = "" if ours != path else "the same setting"
             draft.note(path, value, "mapped", target=f"{ours} = {value}" if ours != path else "", sentence=same)
     elif field.refused:
-        draft.note(path, value, "equal", sentence="off")
+        # What agrees is a switch that is off, or a word for what is done here anyway.
+        is_off = field.read(value) in (False, 0, None)
+        draft.note(path, value, "equal", sentence="off" if is_off else "as it is here")
     elif field.setting is None:
         draft.note(path, value, "equal", sentence=field.note)
     elif not mapped_values(field, field.read(value)):
         draft.note(path, value, "equal", sentence="asks for nothing")
     elif draft.give(path, value, path=path):
         draft.note(path, value, "mapped", sentence=field.note)
+
+
+# Setting -> Fleet's default and ours.
+_LOSS_SCALE = {
+    "init_loss_scaling": "init_loss_scaling 65536 where Fleet has 32768",
+    "growth_interval": "incr_every_n_steps 2000 where Fleet has 1000",
+    "backoff_factor": "decr_ratio 0.5 where Fleet has 0.8",
+}
 
 
 def _changes(draft: Draft) -> None:
@@ -78,10 +88,12 @@ def _changes(draft: Draft) -> None:
             draft.give("amp_configs.dtype", "float16", path="amp (Fleet's default dtype)")
             draft.changes.append("precision: amp is in float16 in Fleet unless it says otherwise; dtype is written out")
         if draft.lookup("amp_configs.dtype") == "float16" or draft.lookup("amp_configs.use_pure_fp16"):
-            draft.changes.append(
-                "loss scale: Fleet's defaults (init_loss_scaling 32768, incr_every_n_steps 1000, decr_ratio 0.8 after "
-                "2 overflows) are not copied: 65536, 2000, 0.5 after each overflow"
-            )
+            open_ones = [
+                words for setting, words in _LOSS_SCALE.items() if draft.lookup(f"amp_configs.{setting}") is None
+            ]
+            if open_ones:
+                draft.changes.append(f"loss scale: Fleet's defaults are not copied: {', '.join(open_ones)}")
+            draft.changes.append("loss scale: it shrinks after each overflow, Fleet's after 2 unless it says otherwise")
     if any(draft.lookup(flag) for flag in ("sharding", "recompute", "gradient_merge")):
         draft.changes.append(
             "in Fleet's dygraph mode sharding with its stage, recompute and gradient_merge of the strategy do nothing; "

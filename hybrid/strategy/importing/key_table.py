@@ -25,6 +25,7 @@ from hybrid.strategy.values import closest
 __all__ = ["KeyRow", "KeyTable", "key_table"]
 
 _MOST_LISTED = 12
+_MOST_HOMES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ class KeyTable:
         leaf = path.rpartition(".")[2]
         guess = closest(leaf, self.siblings(path))
         homes = [*self.homes(leaf), *self._sections(leaf)]
+        if len(homes) > _MOST_HOMES:  # `enabled` stands in many sections: naming them all points nowhere
+            homes = []
         if homes and guess is not None:
             return f"{path}: unknown key; did you mean {guess!r}, or {' or '.join(homes)}?"
         if homes:
@@ -82,7 +85,7 @@ class KeyTable:
         if guess is not None:
             return f"{path}: unknown key; did you mean {guess!r}?"
         elsewhere = closest(leaf, self._leaves())
-        if elsewhere is not None:
+        if elsewhere is not None and len(self.homes(elsewhere)) <= _MOST_HOMES:
             return f"{path}: unknown key; did you mean {' or '.join(self.homes(elsewhere))}?"
         known = self.siblings(path)
         if not known:
