@@ -18,6 +18,7 @@ from hybrid.compose.runtime import Runtime
 from hybrid.errors import OptimizerError
 from hybrid.sharding.optimizer_kind import Scope, needs_closure, unwrapped_step
 from hybrid.sharding.optimizer_state import OptimizerShards
+from hybrid.sharding.slice_state import SliceState
 from hybrid.strategy import DistributedStrategy
 
 __all__ = ["DistributedOptimizer", "distributed_optimizer"]
@@ -231,6 +232,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if shards.scope is not Scope.ELEMENT:
             check_whole(shards.name, parameters, runtime.engine, runtime.cuts, runtime.mesh)
         shards.add(parameters)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`optimizer.state = defaultdict(dict)`: the new one is asked for by the model's parameters, as the old one was."""
+        if name == "state" and "hybrid_shards" in vars(self) and not isinstance(value, SliceState):
+            state = SliceState(self.hybrid_shards, {})
+            for parameter, values in value.items():
+                state[parameter] = values
+            value = state
+        super().__setattr__(name, value)
 
     def __reduce__(self) -> Any:
         raise OptimizerError(

@@ -12,7 +12,7 @@ from torch import nn
 from hybrid.errors import OptimizerError
 
 if TYPE_CHECKING:
-    from hybrid.sharding.optimizer_state import OptimizerShards
+    from hybrid.sharding.optimizer_state import OptimizerShards, Shard
 
 __all__ = ["SliceState"]
 
@@ -39,13 +39,7 @@ class SliceState(defaultdict[Any, Any]):
         if shard is None:
             return None
         if shard.tensor is None or shard.tensor.shape != parameter.shape:
-            part = shard.part
-            owned = "no element of it" if part is None else f"elements {part.start} to {part.stop}"
-            raise OptimizerError(
-                f"the optimizer's state of {shard.fqn!r} is cut over the ranks, and this one has that of {owned}: read "
-                f"optimizer.state_dict()['state'][{shard.fqn!r}], or optimizer.full_state_dict() for all of it; "
-                "`del optimizer.state[p]`, on every rank, forgets it"
-            )
+            raise _is_cut(shard)
         return shard.tensor
 
     def __missing__(self, key: Any) -> Any:
@@ -69,6 +63,10 @@ class SliceState(defaultdict[Any, Any]):
 
     def pop(self, key: Any, *default: Any) -> Any:
         part = self._slice_of(key)
+        shards = self._shards()
+        shard = None if part is None or shards is None else shards.shard_of(key)
+        if shard is not None and shard.bucket.high - shard.bucket.low < shard.bucket.partition.num_elements:
+            raise _is_cut(shard)  # also where it is whole on this rank: the others have nothing to give
         return super().pop(key if part is None else part, *default)
 
     def __delitem__(self, key: Any) -> None:
@@ -83,3 +81,13 @@ class SliceState(defaultdict[Any, Any]):
             super().__delitem__(shard.tensor)
         elif shard.tensor is not None:
             super().pop(shard.tensor, None)  # the ranks that have nothing of it cannot tell either
+
+
+def _is_cut(shard: Shard) -> OptimizerError:
+    part = shard.part
+    owned = "no element of it" if part is None else f"elements {part.start} to {part.stop}"
+    return OptimizerError(
+        f"the optimizer's state of {shard.fqn!r} is cut over the ranks, and this one has that of {owned}: read "
+        f"optimizer.state_dict()['state'][{shard.fqn!r}], or optimizer.full_state_dict() for all of it; "
+        "`del optimizer.state[p]`, on every rank, forgets it"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -229,11 +230,14 @@ def check_state() -> None:
                 assert optimizer.state[weight]["exp_avg"].shape == weight.shape
                 assert weight in optimizer.state
                 assert optimizer.state.get(weight)["step"] == 1
-            else:
+            for _ in range(0 if stage == 0 else 2):
                 cut = model[2].weight  # the middle one lies on both ranks
                 for look in (lambda s, p: s[p], lambda s, p: s.get(p), lambda s, p: p in s):
                     with pytest.raises(hybrid.OptimizerError, match=r"'2.weight' is cut .*full_state_dict"):
                         look(optimizer.state, cut)
+                optimizer.state = defaultdict(dict)  # as if never stepped, and asked as before
+                run_steps(model, optimizer, range(1))
+                assert {values["step"].item() for values in optimizer.full_state_dict()["state"].values()} == {1.0}
             assert all(value for value in optimizer.state.values()), f"an empty entry on rank {rank}"
             numbered = optim.AdamW(MatrixNet().parameters()).state_dict()
             with pytest.raises(hybrid.OptimizerError, match="load that state into it before distributed_optimizer"):
@@ -265,6 +269,8 @@ def check_forgotten_state() -> None:
                 for change in (lambda s, p: s.pop(p, None), lambda s, p: s.setdefault(p, {})):
                     with pytest.raises(hybrid.OptimizerError, match=r"'2.weight' is cut .*del optimizer.state\[p\]"):
                         change(optimizer.state, cut)
+                with pytest.raises(hybrid.OptimizerError, match=r"'4.weight' is cut"):
+                    optimizer.state.pop(model[4].weight, None)  # whole on one rank: refused on both
                 del optimizer.state[model[4].weight]
             else:
                 assert optimizer.state.setdefault(cut, {})["step"] == 2
