@@ -234,7 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shards.add(parameters)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """`optimizer.state = defaultdict(dict)`: the new one is asked for by the model's parameters, as the old one was."""
+        """`optimizer.state = defaultdict(dict)`: the new one, too, is asked for by the parameters of the model."""
         if name == "state" and "hybrid_shards" in vars(self) and not isinstance(value, SliceState):
             state = SliceState(self.hybrid_shards, {})
             for parameter, values in value.items():
