@@ -189,6 +189,17 @@ class Settings(BaseModel):
     def copy(self) -> Self:  # type: ignore[override]  # pydantic's own copy() is deprecated
         return self.model_copy(deep=True)
 
+    def __copy__(self) -> Self:
+        """As `copy()`: pydantic's shares the sections, so that a change of the copy would change both."""
+        return self.copy()
+
+    def __delattr__(self, name: str) -> None:
+        """As `reset`; without a field the object could not be read any more."""
+        if name in self.all_keys():
+            self.reset(name)
+        else:
+            super().__delattr__(name)
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.to_dict() == other.to_dict()
 

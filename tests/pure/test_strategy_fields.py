@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -32,6 +33,24 @@ def test_assignment_replaces_the_section_and_leaves_the_dict_alone() -> None:
     settings["stage"] = 3
     assert strategy.sharding_configs["stage"] == 1
     assert settings == {"stage": 3, "shard_size": 4}
+
+
+def test_copy_copy_shares_no_section() -> None:
+    """A change of the copy's section changed the strategy that it was copied from."""
+    strategy = DistributedStrategy(sharding=True, sharding_configs={"stage": 2})
+    other = copy.copy(strategy)
+    other.sharding_configs.stage = 3
+    assert strategy.sharding_configs.stage == 2
+
+
+def test_a_deleted_setting_is_its_default() -> None:
+    """`del strategy.sharding` left an object that no longer knew the setting."""
+    strategy = DistributedStrategy(sharding=True, micro_batch_size=2)
+    del strategy.sharding
+    assert (strategy.sharding, strategy.is_set("sharding")) == (False, False)
+    assert strategy.to_dict() == {"micro_batch_size": 2}
+    with pytest.raises(AttributeError):
+        del strategy.shardin
 
 
 def test_a_section_taken_from_another_strategy_is_a_copy() -> None:
