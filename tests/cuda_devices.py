@@ -54,6 +54,8 @@ class _OfThread(threading.local):
         self.device, self.streams = 0, list(compute)
         self.moves = False
         """Whether a tensor is being copied to another device."""
+        self.is_composed = False
+        """Whether an operation runs that is made of others and makes tensors where its own are."""
 
 
 class Machine(TorchDispatchMode):
@@ -140,7 +142,7 @@ class Machine(TorchDispatchMode):
             return func(*args, **kwargs)  # looked at by cuda_groups
         if name == "aten::_to_copy" and not self.own.moves:
             kwargs.pop("device", None)  # C++ says where the values are; who asks for another device comes by `to`
-        elif "device" in kwargs and _asked_by() == "_engine_run_backward":
+        elif "device" in kwargs and (self.own.is_composed or _asked_by() == "_engine_run_backward"):
             kwargs["device"] = None if given else torch.device("cuda", self.current)  # likewise, from a formula
         places = [self.where(one) for one in given]
         device = self._device_of_result(name, func, given, places, kwargs)

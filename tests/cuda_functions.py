@@ -87,6 +87,7 @@ def install(machine: Machine, stack: ExitStack) -> None:
     for name, answer in (("is_available", True), ("is_initialized", True), ("device_count", machine.num_devices)):
         patch(torch.cuda, name, lambda answer=answer: answer)
     patch(torch.cuda, "_lazy_init", lambda: None)
+    patch(torch.cuda, "_initialized", True)  # torch.utils.checkpoint asks this
     patch(torch.cuda, "_is_in_bad_fork", lambda: False)
     patch(torch.cuda, "default_generators", machine.generators)
     patch(torch.cuda, "Stream", _registered(machine))
@@ -309,6 +310,17 @@ def _tensors(machine: Machine, patch: Callable[[Any, str, Any], None]) -> None:
     patch(tensor_class, "is_cuda", property(lambda self: self.device.type == "cuda"))
     patch(tensor_class, "is_cpu", property(lambda self: self.device.type == "cpu"))
     patch(tensor_class, "get_device", lambda self: -1 if self.device.type == "cpu" else self.device.index or 0)
+
+    real_attention = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        machine.own.is_composed = where(query).type == "cuda"
+        try:
+            return real_attention(query, *args, **kwargs)
+        finally:
+            machine.own.is_composed = False
+
+    patch(torch.nn.functional, "scaled_dot_product_attention", attention)
 
     def made(function: Callable[..., Any]) -> Callable[..., Any]:
         def make(data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:

@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from hybrid.collectives import ops
 from hybrid.collectives.call import Call
@@ -73,7 +72,7 @@ class _Deferred:
         self._queue.append(deferred)
         return deferred
 
-    def send(self, call: Call, start: Callable[[], dist.Work]) -> _DeferredMessage:
+    def send(self, call: Call, start: Callable[[], ops.Sending]) -> _DeferredMessage:
         message = _DeferredMessage(call, start, self)
         self._messages.append(message)
         return message
@@ -144,13 +143,13 @@ class _DeferredCall:
 class _DeferredMessage:
     """A message that its sender may not touch, compared with a copy once the peer has it."""
 
-    def __init__(self, call: Call, start: Callable[[], dist.Work], backend: _Deferred) -> None:
+    def __init__(self, call: Call, start: Callable[[], ops.Sending], backend: _Deferred) -> None:
         assert call.buffer is not None
         self._call = call
         self._start = start
         self._backend = backend
         self._copy = _bytes_of(call.buffer).clone()
-        self._work: dist.Work | None = None
+        self._work: ops.Sending | None = None
 
     def carry_out(self) -> None:
         self._check_untouched()

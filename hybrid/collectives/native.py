@@ -3,6 +3,9 @@
 No stream is named here: NCCL runs on its own stream, which starts after the work that the current stream has
 been given at the launch, and `wait` makes the current stream (not the host) wait for it. Buffers are kept by
 the call until then, so that no `record_stream` is needed.
+
+NCCL knows no complex numbers, and of 16-bit numbers the floating ones only: sums of complex numbers go as those of
+their parts, and what is only moved goes as bytes.
 """
 
 from __future__ import annotations
@@ -42,19 +45,19 @@ def _is_even(call: Call) -> bool:
 
 
 def _launch(call: Call) -> list[dist.Work]:
-    buffer, group, process_group = call.buffer, call.group, call.group.process_group
-    assert buffer is not None
+    group, process_group = call.group, call.group.process_group
+    buffer, out, bounds = _known(call)
     if call.op == "all_reduce":
         reduction = _REDUCTIONS[call.reduction]
         return [_work(dist.all_reduce(buffer, op=reduction, group=process_group, async_op=True))]
     if call.op == "broadcast":
         return [_work(dist.broadcast(buffer, group=process_group, async_op=True, group_src=call.source))]
-    shards = [buffer[start:end] for start, end in zip(call.bounds, call.bounds[1:], strict=False)]
+    shards = [buffer[start:end] for start, end in pairwise(bounds)]
     own = shards[group.rank]
     if _is_even(call):
-        whole = buffer[call.bounds[0] : call.bounds[-1]]
+        whole = buffer[bounds[0] : bounds[-1]]
         if call.op == "reduce_scatter":
-            into = own if call.out is None else call.out
+            into = own if out is None else out
             return [_work(dist.reduce_scatter_single(into, whole, group=process_group, async_op=True))]
         return [_work(dist.all_gather_single(whole, own, group=process_group, async_op=True))]
     works = []
@@ -66,6 +69,20 @@ def _launch(call: Call) -> list[dist.Work]:
         else:
             works.append(_work(dist.broadcast(shard, group=process_group, async_op=True, group_src=index)))
     return works
+
+
+def _known(call: Call) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
+    """Buffer, out and bounds of a call, as elements of a type that NCCL knows."""
+    buffer, out = call.buffer, call.out
+    assert buffer is not None
+    if call.op in ("broadcast", "all_gather"):
+        if buffer.dtype.is_floating_point:
+            return buffer, out, list(call.bounds)
+        return buffer.view(torch.uint8), out, [bound * buffer.element_size() for bound in call.bounds]
+    if not buffer.is_complex():
+        return buffer, out, list(call.bounds)
+    parts = None if out is None else torch.view_as_real(out).view(-1)
+    return torch.view_as_real(buffer).view(-1), parts, [2 * bound for bound in call.bounds]
 
 
 def _work(work: dist.Work | torch.Tensor | None) -> dist.Work:

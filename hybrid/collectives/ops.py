@@ -24,7 +24,6 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from hybrid.collectives import dry
 from hybrid.collectives.call import HISTORY, Call, CallState
@@ -233,7 +232,7 @@ class Interposer(Protocol):
         """Take the call over."""
         ...
 
-    def send(self, call: Call, start: Callable[[], dist.Work]) -> Sending:
+    def send(self, call: Call, start: Callable[[], Sending]) -> Sending:
         """Take a message to one peer over; `start` sends its buffer."""
         ...
 

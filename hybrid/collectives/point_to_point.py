@@ -353,8 +353,8 @@ class Stream:
                     continue
                 works.append(self._transfer("receive from", receive, tensor.view(-1)))
         self.post()  # the one after it may come while this one is used
-        for work in works:
-            self._wait(work, "receive from")
+        for transfer in works:
+            self._wait(transfer, "receive from")
         return epoch, key, description, tensors
 
     def _take(self, place: Place, into: torch.Tensor) -> None:

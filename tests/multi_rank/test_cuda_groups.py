@@ -62,3 +62,36 @@ def test_a_copy_of_offload_that_nobody_orders_is_found() -> None:
     case = Case(ranks=2, stage=3, sharding={"offload": "parameters"})
     with pytest.raises(RankFailure, match=r"Race: .* does not wait for it"):
         run_ranks(without_order, 2, case)
+
+
+def sent_types() -> list[Any]:
+    from hybrid.collectives import ops
+    from hybrid.collectives.group import Group
+
+    rank = dist.get_rank()
+    with cuda_devices(2) as machine:
+        torch.cuda.set_device(rank)
+        group = Group(
+            process_group=dist.group.WORLD, ranks=(0, 1), rank=rank, axis="world", backend="nccl", timeout_seconds=20
+        )
+        found: list[Any] = []
+        for dtype in (torch.int16, torch.bool, torch.complex64, torch.float32):
+            value = torch.full((3,), 1 - rank, device="cuda").to(dtype)
+            ops.broadcast(value, source=0, group=group)
+            cut = torch.full((5,), rank + 1, device="cuda").to(dtype)
+            ops.all_gather(cut, bounds=(0, 3, 5), group=group).wait()
+            found += [value.tolist(), cut.tolist()]
+        for bounds in ((0, 2, 4), (0, 3, 4)):
+            numbers = torch.full((4,), complex(rank + 1, 2), device="cuda")
+            out = torch.empty(bounds[rank + 1] - bounds[rank], dtype=numbers.dtype, device="cuda")
+            ops.reduce_scatter(numbers, bounds=bounds, out=out, group=group).wait()
+            assert out.tolist() == [3 + 4j] * len(out)
+        assert machine.problems() == []
+    return found
+
+
+def test_every_dtype_of_a_model_can_be_sent_on_nccl() -> None:
+    """Buffers of complex numbers (tables of rotary positions) and of 16-bit integers are broadcast at the start."""
+    first, second = run_ranks(sent_types, 2)
+    assert first == second
+    assert first == [[1] * 3, [1, 1, 1, 2, 2], [True] * 3, [True] * 5] + [[1] * 3, [1, 1, 1, 2, 2]] * 2
