@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ def launch_files(plan: Plan, folder: Path = Path()) -> dict[str, str]:
         "communicator_variables": _communicator_variables(plan, ranks),
         "job_name": _job_name(plan.job.model.name),
         "folder": shlex.quote(str(folder.resolve())),
+        "plan_id": hashlib.sha256(f"{files['strategy.yaml']}\n{files['ranks.csv']}".encode()).hexdigest()[:12],
     }
     return files | {name: environment.get_template(f"{name}.j2").render(values) for name in _TEMPLATES}
 

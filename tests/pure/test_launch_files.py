@@ -235,3 +235,33 @@ def test_a_batch_job_that_cannot_work_says_why(
     done = subprocess.run(job, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_a_batch_job_starts_no_other_plan(plan: Plan, tmp_path: Path) -> None:
+    """Submitted from another plan's folder it would have started that one, on as many nodes."""
+    own, other = tmp_path / "own", tmp_path / "another's folder"
+    write_launch_files(plan, own)
+    write_launch_files(plan, other)
+    launcher = other / "launch.sh"
+    launcher.write_text(re.sub("# Plan .*", "# Plan 0123456789ab", launcher.read_text()))
+    (tmp_path / "bin").mkdir()
+    for name, text in (("scontrol", "echo a"), ("srun", 'echo "$@"')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "SLURM_SUBMIT_DIR": str(other),
+        "SLURM_JOB_NODELIST": "a[0-1]",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "7",
+    }
+
+    def submit() -> subprocess.CompletedProcess[str]:
+        job = ["bash", own / "job.sbatch", "train.py"]
+        return subprocess.run(job, env=environment, capture_output=True, text=True, check=False)
+
+    assert f"bash {own / 'launch.sh'} train.py" in submit().stdout
+    (own / "launch.sh").unlink()
+    refused = submit()
+    assert refused.returncode == 2
+    assert f"neither {other} nor {own} has the launch.sh and ranks.csv of this plan" in refused.stderr
