@@ -168,6 +168,12 @@ def again(model: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def all_again(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in model.blocks:
+        x = again(model, block, x)
+    return x
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attribute": (
         lambda: Blocks(Scaling, end=read_scales),
@@ -218,7 +224,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "covers 'blocks.0' to 'blocks.3', which are in pipeline chunks 0 and 1",
     ),
-    "checkpoints-that-look-alike": (lambda: Blocks(call=again), "cover 2 calls of 'blocks.0'.*preserve_rng_state=True"),
+    "checkpoints-that-look-alike": (
+        lambda: Blocks(call=again, end=all_again),
+        "cover 4 calls of 'blocks.3', in several chunks of the pipeline.*preserve_rng_state=True",
+    ),
     "counted-twice": (lambda: twice(Counting(4, 4)), "attribute 'shared.count' is changed .* pipeline stages 0 and 1"),
     "statistics-in-eval-mode": (
         lambda: twice(nn.BatchNorm1d(4)).eval(),
@@ -234,6 +243,11 @@ def test_state_that_stages_would_not_share_is_refused(name: str) -> None:
     with pytest.raises(ModelError) as caught:
         plan(make())
     assert re.search(wanted, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_calls_of_one_chunk_may_look_alike() -> None:
+    """Whichever of them comes again in a backward: the block runs again."""
+    assert plan(Blocks(call=again)) is not None
 
 
 def test_statistics_in_two_chunks_of_one_stage_are_refused() -> None:
