@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -71,6 +71,10 @@ class CutParameter(nn.Parameter):
         if func in _FREE and len(types) == 1:
             return shims.plain_result(func, types, args, kwargs or {})
         kwargs = kwargs or {}
+        if func is torch.Tensor.detach and _caller(inspect.currentframe()) is _NEW_PARAMETER:
+            # nn.Parameter(weight) takes only what is of the weight's class; nobody watches the new one.
+            with shims.plain_tensors():
+                return args[0].detach().as_subclass(cls)
         theirs = tuple(kind for kind in types if kind not in (cls, nn.Parameter, torch.Tensor))
         if func in _FREE or _running.layers or shims.in_backward():
             return _plainly(func, theirs, args, kwargs)
@@ -101,8 +105,14 @@ class CutParameter(nn.Parameter):
 
 
 count_as_plain(CutParameter)
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 # Of the arguments and parameters of a layer: those that need not be asked what an operation does.
 _UNASKED = frozenset({CutParameter, nn.Parameter, torch.Tensor, type(None)})
+
+
+def _caller(frame: FrameType | None) -> CodeType | None:
+    back = None if frame is None else frame.f_back
+    return None if back is None else back.f_code
 
 
 def own_use(*values: object) -> AbstractContextManager[object]:

@@ -73,6 +73,7 @@ def logging(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     model.seen = [weight.norm().item(), weight.view(-1).shape, weight[0].tolist(), hidden.to(weight), copy.copy(weight)]
     model.average = {name: parameter.clone().detach() for name, parameter in model.named_parameters()}
     torch.zeros_like(weight, requires_grad=True)
+    nn.Parameter(weight).square().sum().backward()  # another parameter, which nobody watches
     with torch.no_grad():
         torch.ones(1, 6).as_subclass(Marked) @ weight.T
     assert type(pickle.loads(pickle.dumps(weight))) is type(copy.deepcopy(weight)) is nn.Parameter
