@@ -48,7 +48,9 @@ class LossScope:
         if self._runs:
             raise ModelError(
                 f"the loss function goes through the modules or parameters of the model (parameters(), modules()), and "
-                f"{what} is on another stage of the pipeline: what it adds up of them would be left out. {_WAY}"
+                f"{what} is on another stage of the pipeline: what it adds up of them would be left out. For a "
+                "device or a dtype take those of its first argument (output.device instead of "
+                f"next(model.parameters()).device). {_WAY}"
             )
 
 

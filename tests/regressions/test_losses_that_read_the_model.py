@@ -55,6 +55,10 @@ def the_first(model: Any, before: list[nn.Parameter]) -> Any:
     return (model if isinstance(model, nn.Sequential) else model.layers)[0].weight.norm()
 
 
+def on_its_device(model: Any, before: list[nn.Parameter]) -> Any:
+    return torch.ones((), device=next(model.parameters()).device)
+
+
 Penalty = Callable[[Any, list[nn.Parameter]], Any]
 
 
@@ -103,6 +107,7 @@ def check_the_last() -> None:
     [
         (everything, "goes through the modules or parameters of the model .* is on another stage of the pipeline"),
         (all_layers, "goes through the modules or parameters of the model .* is on another stage of the pipeline"),
+        (on_its_device, r"take those of its first argument \(output.device instead of next\(model.parameters"),
         (all_from_before, r"parameter '(layers\.)?0.weight' is on pipeline stage 0, and has no values on this rank"),
     ],
 )
