@@ -285,11 +285,13 @@ class DistributedModel(BoundModel):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As the plain model's; on a pipeline stage that trains none also an empty one, to build an optimizer with."""
+        stages = vars(self)["hybrid_runtime"].stages if "hybrid_runtime" in vars(self) else None
+        if stages is not None and stages.elsewhere:
+            yield from stages.staged.loss_scope.first_elsewhere(next(iter(stages.elsewhere.values())))
         trains = False
         for parameter in super().parameters(recurse):
             trains = trains or parameter.requires_grad
             yield parameter
-        stages = vars(self)["hybrid_runtime"].stages if "hybrid_runtime" in vars(self) else None
         if not trains and stages is not None:
             yield stages.stand_in
 

@@ -39,6 +39,14 @@ class LossScope:
         finally:
             self._runs = False
 
+    def first_elsewhere(self, like: nn.Parameter) -> Iterator[nn.Parameter]:
+        """What `model.parameters()` begins with while the loss function runs: with a device and a dtype, no values."""
+        if self._runs:
+            yield _elsewhere(
+                nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device), requires_grad=False),
+                "the first of model.parameters() is on another stage of the pipeline",
+            )
+
     def check_walk(self, what: str) -> None:
         """`what` (a layer) comes up where somebody goes through all modules or parameters.
 
@@ -49,8 +57,7 @@ class LossScope:
             raise ModelError(
                 f"the loss function goes through the modules or parameters of the model (parameters(), modules()), and "
                 f"{what} is on another stage of the pipeline: what it adds up of them would be left out. For a "
-                "device or a dtype take those of its first argument (output.device instead of "
-                f"next(model.parameters()).device). {_WAY}"
+                f"device or a dtype take those of its first argument (output.device). {_WAY}"
             )
 
 
@@ -105,5 +112,10 @@ def free(parameters: dict[str, nn.Parameter]) -> None:
         if not parameter.is_meta:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         if type(parameter) is nn.Parameter:
-            parameter.__class__ = ParameterElsewhere
-            cast(ParameterElsewhere, parameter).home = where
+            _elsewhere(parameter, where)
+
+
+def _elsewhere(parameter: nn.Parameter, home: str) -> nn.Parameter:
+    parameter.__class__ = ParameterElsewhere
+    cast(ParameterElsewhere, parameter).home = home
+    return parameter

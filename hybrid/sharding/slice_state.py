@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
@@ -52,6 +52,25 @@ class SliceState(defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         part = self._slice_of(key)
         super().__setitem__(key if part is None else part, value)
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for key, value in dict(*others, **named).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        """By slices, as `dict(state)` has it: what is done to a copy is not done to the optimizer."""
+        return defaultdict(dict, self)
+
+    def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Deep copies and pickles are of that kind, too."""
+        return defaultdict, (dict, dict(self))
 
     def get(self, key: Any, default: Any = None) -> Any:
         part = self._slice_of(key)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -249,6 +251,18 @@ def test_a_look_at_the_state_by_parameter_is_right_or_refused() -> None:
     run_ranks(check_state, 2)
 
 
+def assert_written_as_one_entry(model: Any, optimizer: Any) -> None:
+    """`update` put a second entry beside the one that is stepped with; copies were a TypeError."""
+    before = copy.deepcopy(optimizer.state)
+    assert len(before) == len(optimizer.state) == len(pickle.loads(pickle.dumps(optimizer.state)))
+    for parameter in model.parameters():
+        with contextlib.suppress(hybrid.OptimizerError):  # cut on this rank
+            values = optimizer.state[parameter]
+            optimizer.state.update({parameter: dict(values)})
+            optimizer.state |= {parameter: values}
+    assert len(optimizer.state) == len(before)
+
+
 def check_forgotten_state() -> None:
     plain = MatrixNet()
     plain_optimizer = optim.AdamW(plain.parameters(), lr=0.1)
@@ -264,9 +278,14 @@ def check_forgotten_state() -> None:
         with variant(stage=stage) as strategy:
             model, optimizer = wrap(MatrixNet(), lambda p: optim.AdamW(p, lr=0.1), strategy)
             run_steps(model, optimizer, range(2))
+            assert_written_as_one_entry(model, optimizer)
             cut = model[2].weight
             if stage > 0:
-                for change in (lambda s, p: s.pop(p, None), lambda s, p: s.setdefault(p, {})):
+                for change in (
+                    lambda s, p: s.pop(p, None),
+                    lambda s, p: s.setdefault(p, {}),
+                    lambda s, p: s.update({p: {}}),
+                ):
                     with pytest.raises(hybrid.OptimizerError, match=r"'2.weight' is cut .*del optimizer.state\[p\]"):
                         change(optimizer.state, cut)
                 with pytest.raises(hybrid.OptimizerError, match=r"'4.weight' is cut"):
