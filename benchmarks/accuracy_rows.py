@@ -142,6 +142,14 @@ SETTINGS: dict[str, Setting] = {
     ),
     "bloom_2022": Setting(
         title="BLOOM, trials of 177B to 196B", software="bigscience-2022", limit=12,
+        **{**_DGX_A100, "network": "4x100G"},
+    ),
+    "bloom_2022_later": Setting(
+        title="BLOOM, later trials, tp 2 to 8", software="bigscience-2022", limit=12, fit="181B, tp 8",
+        **{**_DGX_A100, "network": "4x100G"},
+    ),
+    "bloom_2022_bf16": Setting(
+        title="BLOOM, trials with fp32 gradients", software="bigscience-2022-bf16", limit=12,
         **{**_DGX_A100, "network": "4x100G", "precision": _BF16_FP32_GRADIENTS},
     ),
     "nemo_fp8": Setting(title="NeMo 24.07, H100, fp8", software="megatron-core-2024", limit=12, **_DGX_H100),
@@ -385,6 +393,8 @@ def _is_fit(row: dict[str, str], dataset: str) -> bool:
             return (model, row["gpus"], row["precision"]) == ("llama3-8b", "8", "bf16")
         case "nemo_long":
             return row["cp"] == "2"
+        case "bloom_2022_later":
+            return (model, row["tp"]) == ("bloom-72x14336", "8")
         case "bridge":
             return model.endswith("-2509") or row["device"].startswith("GB300")
         case _:
