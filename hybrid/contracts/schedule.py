@@ -402,14 +402,9 @@ def max_in_flight(schedule: Schedule, rank: int, *, weights: Sequence[float] | N
 
 def max_in_flight_by_chunk(schedule: Schedule, rank: int) -> Counter[int]:
     """Chunk of the rank -> the most micro-batches whose activations of it are kept at once."""
-    held: Counter[int] = Counter()
     most: Counter[int] = Counter()
-    for action in schedule.actions[rank]:
-        if action.kind is ActionKind.F:
-            held[action.chunk] += 1
-            most[action.chunk] = max(most[action.chunk], held[action.chunk])
-        if action.kind.frees_activations:
-            held[action.chunk] -= 1
+    for action, held in zip(schedule.actions[rank], _held(schedule, rank), strict=True):
+        most[action.chunk] = max(most[action.chunk], held[action.chunk])
     return most
 
 

@@ -71,27 +71,28 @@ class StepWatch:
         self.actions: list[str] = []
         self.between: Mapping[str, int] | None = None
         self._most_gradients = -1
-        self.most_gathered = 0
         self._model = model
         self._runtime = runtime
+        if runtime.engine.unsharder is not None:
+            runtime.engine.unsharder.gathered.forget_most()
+
+    @property
+    def most_gathered(self) -> int:
+        unsharder = self._runtime.engine.unsharder
+        return 0 if unsharder is None else unsharder.gathered.most_bytes
 
     def range(self, name: str, kind: RangeKind, axis: str, op: str) -> AbstractContextManager[object]:
         """For `collectives.ranges`."""
-        return self._range(name, kind, op)
+        return self._range(name, kind)
 
     @contextmanager
-    def _range(self, name: str, kind: RangeKind, op: str) -> Iterator[None]:
+    def _range(self, name: str, kind: RangeKind) -> Iterator[None]:
         is_own = kind is not RangeKind.COMMUNICATION and not name.startswith("end of ")
         if is_own:
             self.actions.append(name)
         yield
         if kind is RangeKind.BACKWARD and (size := self._gradient_bytes()) > self._most_gradients:
             self._most_gradients, self.between = size, state_bytes(self._model, self._runtime)
-        # What lies around the units comes without a range of its own, when it is read.
-        is_gather = name.startswith("gather ") or (kind is RangeKind.COMMUNICATION and op == "all_gather")
-        if is_gather and self._runtime.engine.unsharder is not None:
-            whole = sum(bucket.data.untyped_storage().nbytes() for bucket in self._runtime.engine.all_buckets())
-            self.most_gathered = max(self.most_gathered, whole)
 
     def _gradient_bytes(self) -> int:
         """On the device."""

@@ -16,6 +16,7 @@ from torch import nn
 from hybrid import shims
 from hybrid.errors import ModelError
 from hybrid.metadata import METADATA_CALLS
+from hybrid.pipeline.operations import tensors_in
 
 __all__ = ["LossScope", "ParameterElsewhere", "free"]
 
@@ -71,7 +72,8 @@ class ParameterElsewhere(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _HARMLESS:
-            home = next(one.home for one in _leaves((args, kwargs)) if isinstance(one, ParameterElsewhere))
+            given = tensors_in((*args, *(kwargs or {}).values()))
+            home = next(one.home for one in given if isinstance(one, ParameterElsewhere))
             raise ModelError(f"{home}, and has no values on this rank. {_WAY}")
         with shims.plain_tensors():
             return func(*args, **(kwargs or {}))
@@ -94,16 +96,6 @@ _HARMLESS = METADATA_CALLS | {
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
 }
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
 
 
 def free(parameters: dict[str, nn.Parameter]) -> None:

@@ -46,12 +46,21 @@ class GatheredBuckets:
         # None has a second rank where a rank's own part, which is all of it, comes from the host.
         self.order = GatherOrder(next((group for group in self._groups if group.size > 1), self._groups[0]))
         self.peak_whole = 0
+        self._bytes = 0
+        self.most_bytes = 0
+        """Of whole parameters at a time, since `forget_most`."""
+
+    def forget_most(self) -> None:
+        """Count the most bytes at a time anew."""
+        self.most_bytes = self._bytes
 
     def start(self, bucket: Bucket) -> bool:
         """Begin to gather a bucket; False where it is there, or under way."""
         if self._state[bucket.index] is not ShardedState.FREED:
             return False
         bucket.allocate_data()
+        self._bytes += bucket.data.untyped_storage().nbytes()
+        self.most_bytes = max(self.most_bytes, self._bytes)
         self.order.note(bucket.index)
         group = self._groups[bucket.index]
         with bucket.after_allocation():
@@ -82,6 +91,7 @@ class GatheredBuckets:
 
     def free(self, bucket: Bucket) -> None:
         """Take the memory of a whole bucket away."""
+        self._bytes -= bucket.data.untyped_storage().nbytes()
         bucket.free_data()
         self._state[bucket.index] = ShardedState.FREED
 

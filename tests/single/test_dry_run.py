@@ -344,6 +344,20 @@ def test_gradients_that_never_meet_are_not_counted_together(name: str) -> None:
     assert not rank.notes
 
 
+@pytest.mark.parametrize("reshard_after", ["unit", "run"])
+def test_parameters_that_come_from_the_host_alone_are_seen(reshard_after: str) -> None:
+    """One layer is no unit, and a rank whose own part is all of it sends nothing: neither tells of what is whole."""
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "vocab_size": 256, "max_position_embeddings": 64,
+    }  # fmt: skip
+    sharding = {"stage": 3, "shard_size": 1, "offload": "parameters", "reshard_after": reshard_after}
+    strategy = make_strategy(sharding=True, sharding_configs=sharding, micro_batch_size=1)
+    (rank,) = hybrid.dryrun(strategy, config, world_size=4, seq=16).ranks
+    assert rank.gathered_bytes == rank.bytes_by_point["after_wrap"]["host_parameter_shards"]
+    assert not rank.differences
+
+
 def test_samples_longer_than_a_model_was_made_for_run_dry_with_a_note() -> None:
     """As they are planned."""
     assert any("was made for 8,192 positions" in note for note in dry_model("llama3-8b", seq=8200).notes)

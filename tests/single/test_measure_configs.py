@@ -133,7 +133,18 @@ def test_the_sequence_is_cut_where_the_rules_of_the_runtime_cut_it(family: str) 
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-xl", "opt-66b", "internlm-20b", "llama3-70b", "qwen3-235b-a22b", "gemma2-27b", "deepseek-v3"]
+    "name",
+    [
+        "gpt2-xl",
+        "opt-66b",
+        "internlm-20b",
+        "llama3-70b",
+        "qwen3-235b-a22b",
+        "gemma2-27b",
+        "deepseek-v3",
+        "deepseek-v2-lite",
+        "gpt-neo-2.7b",
+    ],
 )
 def test_a_preset_is_the_class_of_transformers_at_full_size(name: str) -> None:
     """Each family once, on the meta device: the count is not only what we believe to be published."""
